@@ -1,4 +1,4 @@
-//! What the program of this package carries beside its code.
+//! Embeds the commit in the program and exports the symbols that it needs.
 
 #[path = "../crates/cli/commit.rs"]
 mod commit;

@@ -1,4 +1,4 @@
-//! The cases of a suite, by name.
+//! Cases of a suite, selected by name.
 
 use std::cmp::Reverse;
 use std::path::Path;
@@ -8,14 +8,15 @@ use suite::{AnyBench, KERNELS, Scale, Suite};
 
 use crate::model_cases::ModelCase;
 
-/// Names of the ceilings, as a filter sees them.
+/// Names of the ceilings, for filters.
 pub(crate) const CEILINGS: [&str; 6] =
     ["copy", "mma f32", "mma tf32", "mma f16", "mma bf16", "mma f16acc16"];
 
-/// The kernels' cases of `suite` whose name contains `filter`; none if it names cases of the other scale only.
+/// Selects the kernel cases of `suite` whose name contains `filter`. The result is empty if the filter matches only
+/// cases of the other scale.
 ///
 /// # Errors
-/// A filter that matches no case of either scale.
+/// The filter matches no case of either scale.
 pub(crate) fn select(
     suite: Suite,
     scale: Scale,
@@ -33,7 +34,7 @@ fn all(suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>> {
     KERNELS.iter().flat_map(|kernel| kernel.bench_cases(suite, scale)).collect()
 }
 
-/// Refuses a filter that matches no case of the suite, for a GPU or for a CPU, and no ceiling.
+/// Refuses a filter that matches no case of the suite, on a GPU or on a CPU, and no ceiling.
 pub(crate) fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
     let names = names(suite);
     if names.iter().any(|name| name.contains(filter)) {
@@ -46,7 +47,7 @@ pub(crate) fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
     )
 }
 
-/// The three names that contain most words of the filter; of equals the first.
+/// Returns the three names that contain the most words of the filter. Ties keep their order.
 fn nearest(names: &[String], filter: &str) -> Vec<String> {
     let filter = filter.to_lowercase();
     let words =
@@ -57,7 +58,7 @@ fn nearest(names: &[String], filter: &str) -> Vec<String> {
     near
 }
 
-/// The names of a suite's cases for a GPU and for a CPU, and of the ceilings, sorted.
+/// Sorted names of a suite's cases for a GPU and for a CPU, and of the ceilings.
 fn names(suite: Suite) -> Vec<String> {
     let kernels = [Scale::Gpu, Scale::Host].into_iter().flat_map(|scale| all(suite, scale));
     let mut names: Vec<_> = kernels.map(|case| case.name()).collect();

@@ -1,10 +1,10 @@
-//! Printing lines as they come.
+//! Prints result lines.
 
 use std::io::Write;
 
 use record::Line;
 
-/// Writes one line and flushes it, so that a crash later loses nothing.
+/// Writes and flushes one line, so that a later crash does not lose it.
 pub(crate) fn emit(line: &Line) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     serde_json::to_writer(&mut out, line)?;

@@ -1,5 +1,6 @@
-//! The program that measures. `bench` and `verify` start one process of it per back end, `run` or `check`, which prints
-//! JSON lines ([`record::Line`]), and turn the lines into tables.
+//! The program `flashover-bench`, which measures kernels and models. `bench` and `verify` start one process of it per
+//! back end, with `run` or `check`. That process prints JSON lines ([`record::Line`]), which the parent turns into
+//! tables.
 
 mod cases;
 mod emit;
@@ -23,7 +24,7 @@ use tune::Policy;
 
 use crate::emit::emit;
 
-/// Measures, verifies and tunes kernels.
+/// Measures, verifies and tunes kernels and models.
 #[derive(Parser)]
 #[command(name = "flashover-bench", version, about)]
 struct Cli {
@@ -31,10 +32,10 @@ struct Cli {
     command: Command,
 }
 
-/// Which device, and what it may use.
+/// Device to use, and its restriction.
 #[derive(clap::Args, Clone)]
 struct Target {
-    /// cuda, vulkan, webgpu or cpu
+    /// Backend to use: cuda, vulkan, webgpu or cpu
     #[arg(long)]
     backend: Backend,
     /// Restrict the device to a recorded profile, such as rtx4090
@@ -51,8 +52,8 @@ impl Target {
         }
     }
 
-    /// As [`Target::open`]; for a profile of another backend says so in one skipped line and gives
-    /// nothing, so that a run over all back ends goes on.
+    /// Opens the device like [`Target::open`]. For a profile of another backend, emits one skipped line and returns
+    /// `None`, so that a run over all back ends continues.
     fn open_or_skip(&self) -> anyhow::Result<Option<Device>> {
         if let Some(name) = &self.profile {
             let of = ArchProfile::recorded(name)?.backend;
@@ -71,7 +72,7 @@ impl Target {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure every kernel on the devices of this machine, with one process of `run` per back end, and print the table
+    /// Measure every kernel on the devices of this machine, one `run` process per back end, and print tables
     #[command(args_override_self = true)]
     Bench {
         #[command(flatten)]
@@ -80,7 +81,7 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         demo: Option<PathBuf>,
     },
-    /// Check every kernel over its edge shapes against the reference, with one process of `check` per back end
+    /// Check every kernel against the reference on its edge cases, one `check` process per back end
     Verify {
         #[command(flatten)]
         args: VerifyArgs,
@@ -88,22 +89,22 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         fixtures: Option<PathBuf>,
     },
-    /// Check, then time, the cases of a suite on one device, as JSON lines
+    /// Check and time the cases of a suite on one device, and print JSON lines
     Run {
         #[command(flatten)]
         target: Target,
         #[arg(long, value_parser = report::suite(), default_value_t = Suite::Quick)]
         suite: Suite,
-        /// Only cases whose name contains this
+        /// Run only cases whose name contains this text
         #[arg(long)]
         filter: Option<String>,
-        /// What a case without a known config gets
+        /// Choice of config for a shape that is not tuned
         #[arg(long, value_parser = report::policy(), default_value_t = Policy::Measure)]
         policy: Policy,
-        /// Leave out cubek's ops and Burn's, whose first call of a shape tunes for up to 40 s on a GPU
+        /// Leave out the peers Burn and cubek; Burn's first call of a shape autotunes for up to 40 s on a GPU
         #[arg(long)]
         no_peers: bool,
-        /// Also measure torch, with this Python, which needs torch, triton and CUDA
+        /// Also measure torch with this Python, which needs torch, triton and CUDA
         #[arg(long, value_name = "PYTHON")]
         torch: Option<String>,
         /// Folder of the demo model, to measure it too
@@ -117,26 +118,26 @@ enum Command {
         #[arg(long)]
         filter: Option<String>,
     },
-    /// Check every kernel over its edge shapes on one device, as JSON lines
+    /// Check every kernel against the reference on one device, and print JSON lines
     Check {
         #[command(flatten)]
         target: Target,
         #[arg(long)]
         filter: Option<String>,
-        /// Also check every candidate config, not only the default and the measured ones
+        /// Check every candidate config, not only the default and the measured ones
         #[arg(long)]
         configs: bool,
-        /// Also take all memory of the card for a moment, to check that a model survives it
+        /// Also fill the memory of the card for a moment, to check that a model survives it
         #[arg(long)]
         exhaust: bool,
         /// Folder of small models, to verify them too
         #[arg(long, value_name = "DIR")]
         fixtures: Option<PathBuf>,
-        /// Only every Nth check, from the Ith on, such as 2/8: several processes share the checks
+        /// Run only every Nth check, beginning with the Ith, such as 2/8, to share the checks among processes
         #[arg(long, value_name = "I/N")]
         part: Option<verify::Part>,
     },
-    /// Compile every config and code path for sm_89, sm_90 and sm_120 without a GPU and report what it uses
+    /// Compile every config and code path for sm_89, sm_90 and sm_120 without a GPU, and report resources
     Targets(targets::TargetsArgs),
     /// Show, fill or merge the tune cache
     #[command(subcommand)]
@@ -177,15 +178,15 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether this process was started by that name: a bundle has both programs in one file, since the back ends
-/// in it are most of either.
+/// True if this process was started by that name. A bundle has both programs in one file, since they share the back
+/// ends, which are most of their size.
 fn called_as(name: &str) -> bool {
     std::env::args_os()
         .next()
         .is_some_and(|path| Path::new(&path).file_name() == Some(name.as_ref()))
 }
 
-/// Warnings of the runtimes are for people, on standard error.
+/// Shows only errors of the runtimes, on standard error.
 const fn log_level() -> log::LevelFilter {
     log::LevelFilter::Error
 }

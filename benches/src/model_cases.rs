@@ -1,9 +1,8 @@
-//! Whole models: prompts that pass, tokens that are generated, requests, which are one and then the other, and steps of
-//! training an adapter.
+//! Cases of whole models: prefill, generation, requests (prefill plus generation), and steps of training an adapter.
 //!
-//! A model's steps are compared with its own prompt before they are timed: 24 tokens that pass one after the
-//! other give the logits that they give together. What a model computes is tested against transformers
-//! elsewhere, and the gradients of its adapters against torch's.
+//! Before a model is timed, its decode steps are compared with its prefill. A sequence of 24 tokens must give the same
+//! logits one token at a time and all at once. Other tests compare models with transformers, and the gradients of
+//! adapters with torch.
 
 use std::collections::BTreeMap;
 use std::panic::resume_unwind;
@@ -22,7 +21,7 @@ use tune::Policy;
 
 use crate::emit::emit;
 
-/// A model, and what is measured of it.
+/// A model and one test of it.
 #[derive(Debug, Clone)]
 pub(crate) struct ModelCase {
     model: Model,
@@ -37,21 +36,24 @@ enum Test {
 
 #[derive(Debug, Clone, PartialEq)]
 enum Model {
-    /// The folder of the repository's own.
+    /// The demo model of the repository, in this folder.
     Demo(PathBuf, Option<WeightFormat>),
     /// Random weights of a published shape.
     Shape(&'static str, Compute, Option<WeightFormat>),
 }
 
-/// How far steps may be from a prompt, relative to the largest logit: in f32 what a family may be from transformers;
-/// in tf32, which prompts alone are in, and in 16 bits twice the most that one of the fixtures was from its f32 logits on an H200, 2.5e-2, because both
-/// sides are rounded.
+/// Maximum difference of decode steps and prefill, relative to the largest logit. The first is for f32: the limit for a
+/// model family against transformers.
+///
+/// The second is for tf32 (which only prefill uses) and 16-bit types. It is twice the largest error of a fixture
+/// against its f32 logits on an H200, 2.5e-2, because both sides are rounded.
 const TOLERANCES: [f64; 2] = [1e-4, 0.05];
-/// Repetitions of a test, and of requests, whose slowest count.
+/// Repetitions of a test, and of a request, whose p95 latency is reported.
 const REPETITIONS: [u16; 2] = [5, 20];
 
 impl ModelCase {
-    /// `prompt model=demo tokens=256`, `generate bf16 batch=16 depth=512 model=llama-3-8b quant=nf4 tokens=128`.
+    /// Name of the case, such as `prompt model=demo tokens=256` or
+    /// `generate bf16 batch=16 depth=512 model=llama-3-8b quant=nf4 tokens=128`.
     pub(crate) fn name(&self) -> String {
         record::case_name(self.op(), &self.params())
     }
@@ -70,7 +72,7 @@ impl ModelCase {
         let mut insert = |name: &str, value: usize| params.insert(name.to_owned(), value.into());
         let batch = match self.test {
             Test::Speed(SpeedTest { prompt, generated, depth, batch }) => {
-                // Those that are counted: of a request the ones generated.
+                // Tokens that the rate counts: for a request, the generated ones.
                 insert("tokens", if generated > 0 { generated } else { prompt });
                 if prompt > 0 && generated > 0 {
                     insert("prompt", prompt);
@@ -132,7 +134,7 @@ const fn name_of(compute: Compute) -> &'static str {
     }
 }
 
-/// The cases of `suite` whose name contains `filter`; the demo's where its folder is known.
+/// Selects the cases of `suite` whose name contains `filter`. Cases of the demo model need its folder.
 pub(crate) fn select(
     suite: Suite,
     scale: Scale,
@@ -158,7 +160,7 @@ pub(crate) fn select(
         let formats = WeightFormat::at_load().map(|format| (large, Some(format)));
         for (shape, quant) in [(small, None), (large, None)].into_iter().chain(formats) {
             let model = Model::Shape(shape, Compute::Bf16, quant);
-            // Tokens that follow a prompt of as many as pass in the first case.
+            // The context has as many tokens as the prompt of the first case.
             let steps = |batch| after(&model, 512, [0, 128], batch);
             cases.extend([of(&model, 512, 0, 1), steps(1), steps(16)]);
         }
@@ -179,7 +181,7 @@ pub(crate) fn select(
     cases
 }
 
-/// The documents' tables: models of every size in every precision, and how many at once.
+/// Models and batch sizes for the tables of the documents, in every precision.
 fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])> {
     use Compute::{Bf16, F32, Tf32};
     let (four, eight) = (Some(WeightFormat::Nf4), Some(WeightFormat::Int8));
@@ -211,8 +213,9 @@ fn requests(scale: Scale, demo: Option<&Path>) -> Vec<(Model, &'static [usize])>
     }
 }
 
-/// Measures cases; false when one failed. Each model has a thread, for pools are a thread's: their pages are as large as
-/// the largest that they ever served, and what a model holds is to be its own.
+/// Measures cases; returns false if one failed. Each model runs on its own thread, because memory pools belong to a
+/// thread. The pages of a pool are as large as its largest allocation, so a shared pool would distort the memory of the
+/// next model.
 pub(crate) fn run(
     device: &Device,
     card: &Card,
@@ -228,7 +231,7 @@ pub(crate) fn run(
     Ok(good)
 }
 
-/// Cases of one model.
+/// Runs the cases of one model.
 fn run_model(
     device: &Device,
     card: &Card,
@@ -246,7 +249,7 @@ fn run_model(
         let measured =
             engine.and_then(|engine| measure(card, loaded.insert(engine), case, &mut record));
         if let Err(why) = measured {
-            // What a card is too small for is no failure of its column.
+            // A case that does not fit the card is skipped, not failed.
             if too_large(&why) {
                 emit(&Line::Skip { case: case.name(), reason: format!("{why:#}") })?;
                 continue;
@@ -259,7 +262,7 @@ fn run_model(
     Ok(good)
 }
 
-/// Returns true if a plan said that the card is too small.
+/// Returns true if the memory plan found the card too small.
 fn too_large(why: &anyhow::Error) -> bool {
     let plan = match (why.downcast_ref(), why.downcast_ref(), why.downcast_ref()) {
         (Some(LoadError::Plan(why)), _, _)
@@ -286,7 +289,7 @@ fn measure(
         ));
         return Ok(());
     }
-    // What tuning took, and shapes that are gone, is not the model's.
+    // Runs the test once, so that memory for tuning and for earlier shapes is not counted.
     match case.test {
         Test::Train(test) => drop(engine.measure_training(test, 1)?),
         Test::Speed(test) => drop(engine.measure(test, 1)?),
@@ -300,7 +303,7 @@ fn measure(
         }
         Test::Speed(test) => {
             let speed = engine.measure(test, REPETITIONS[usize::from(requests)].into())?;
-            // A generated token is a launch; a prompt passes in one, and a request is timed as one.
+            // Each generated token is a launch. A prompt is prefilled in one launch, and a request is timed as a whole.
             let parts = if requests { 1.0 } else { test.generated.max(1) as f64 };
             (speed.samples_ns, speed.flops, speed.bytes_per_step, parts)
         }
@@ -315,7 +318,7 @@ fn measure(
     record.memory_bytes = Some(engine.memory().reserved_bytes);
     record.flops = flops / parts as u64;
     if requests || case.op() == "train" {
-        // Of a prompt's and of steps' together nothing is a rate, nor of a step of training.
+        // A request mixes prefill and decode steps, and a training step mixes passes, so neither has a bandwidth.
         record.p95_ns = Some(p95);
         record.tflops = Some(record.flops as f64 / median / 1e3);
         return Ok(());
@@ -327,7 +330,7 @@ fn measure(
     Ok(())
 }
 
-/// How far the logits of 24 tokens one after the other are from those together, relative to the largest.
+/// Difference between the logits of 24 tokens one at a time and all at once, relative to the largest logit.
 fn steps_and_prompt(engine: &Engine) -> anyhow::Result<f64> {
     let vocab = engine.config().vocab;
     let tokens: Vec<u32> = (0..24).map(|at| (at * 7919 % vocab) as u32).collect();
@@ -342,7 +345,7 @@ fn steps_and_prompt(engine: &Engine) -> anyhow::Result<f64> {
     Ok(largest(gaps))
 }
 
-/// Of values from 0 up; NaN where one of them is.
+/// Maximum of non-negative values; NaN if one of them is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
     let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
     values.into_iter().fold(0.0, larger)

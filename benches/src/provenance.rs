@@ -1,4 +1,4 @@
-//! What a figure is worth without: commit, date, device.
+//! Provenance of a measurement: commit, date, device.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,18 @@ use time::format_description::well_known::Rfc3339;
 
 pub(crate) const COMMIT: &str = env!("FLASHOVER_COMMIT");
 
-/// Whether the program was built from a tree with uncommitted changes.
+/// True if the program was built from a tree with uncommitted changes.
 pub(crate) fn dirty() -> bool {
     env!("FLASHOVER_DIRTY") == "true"
 }
 
-/// Now, in UTC, to the second.
+/// Current time in UTC, to the second.
 pub(crate) fn now() -> anyhow::Result<String> {
     let now = OffsetDateTime::now_utc().replace_nanosecond(0).context("the clock is broken")?;
     now.format(&Rfc3339).context("the date cannot be written")
 }
 
-/// The card of `device`, ceilings not yet measured.
+/// Describes `device`, without measured ceilings.
 pub(crate) fn card(device: &Device) -> anyhow::Result<Card> {
     let facts = arch::report::describe(device);
     Ok(Card {

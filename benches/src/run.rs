@@ -1,4 +1,4 @@
-//! One run: the card, the ceilings, then each case: right first, then fast.
+//! One run: the card, the ceilings, then each case, checked before it is timed.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,15 +16,15 @@ use crate::model_cases::{self, ModelCase};
 use crate::torch::Torch;
 use crate::{Target, cases, provenance, tuning};
 
-/// Whom to measure beside us.
+/// Peers to measure.
 pub(crate) struct Peers {
-    /// Burn, and cubek where it is a contender.
+    /// Burn, and cubek on GPUs.
     pub(crate) rust: bool,
-    /// A Python that has torch.
+    /// Python that has torch.
     pub(crate) torch: Option<String>,
 }
 
-/// Runs a suite; false when a case failed.
+/// Runs a suite; returns false if a case failed.
 pub(crate) fn run(
     target: &Target,
     suite: Suite,
@@ -42,7 +42,7 @@ pub(crate) fn run(
     let models = model_cases::select(suite, scale, filter, demo);
     let none = kernels.is_empty() && models.is_empty();
     if let (true, false, Some(filter)) = (none, ceiling, filter) {
-        // It names cases of another backend, which a run over several goes on to.
+        // The filter matches only cases of another backend. A run over several backends continues with that one.
         emit(&Line::Card(card))?;
         emit(&Line::Plan { cases: 1 })?;
         let reason = format!("no case for this device matches `{filter}`");
@@ -68,8 +68,8 @@ pub(crate) fn run(
         commit: provenance::COMMIT.to_owned(),
         date: provenance::now()?,
     };
-    // From here on a failure costs this backend's column only, whatever its cause: the caller's mistakes
-    // that can be known before a measurement were refused above.
+    // From here on, any failure affects only the column of this backend. Mistakes of the caller that can be found
+    // before a measurement were refused above.
     match measure(tuner, &mut card, (kernels, models), ceilings, peers.rust, torch) {
         Ok(good) => Ok(good),
         Err(e) => {
@@ -88,7 +88,7 @@ fn measure(
     mut torch: Option<Torch>,
 ) -> anyhow::Result<bool> {
     let (device, policy) = (tuner.device, tuner.policy);
-    // The ceilings are always measured: every share is a share of them.
+    // Ceilings are always measured, because every share is relative to them.
     let copy = measure_copy(device, card)?;
     let multiplies = measure_multiplies(device, card)?;
     card.copy_gbps = at_best(&copy, copy.gbps);
@@ -117,12 +117,12 @@ fn measure(
         tuner.cache.warnings().iter().skip(warned).for_each(|w| eprintln!("{w}"));
         emit(&line)?;
     }
-    // They look their configs up in the same file.
+    // The models read their configs from the same cache file.
     drop(tuner);
     Ok(model_cases::run(device, card, policy, &models)? && good)
 }
 
-/// Adds torch's time, or bitsandbytes', on `sets` sets of operands.
+/// Adds the time of torch or bitsandbytes, on `sets` sets of operands.
 fn add_torch(record: &mut Record, torch: &mut Torch, case: &dyn AnyBench, sets: usize) {
     let Some((library, request)) = case.torch() else { return };
     match torch.measure(request, sets) {
@@ -131,7 +131,7 @@ fn add_torch(record: &mut Record, torch: &mut Torch, case: &dyn AnyBench, sets: 
     }
 }
 
-/// A record of the ceiling `op`.
+/// Record of the ceiling `op`.
 fn timed(
     card: &Card,
     (op, name, value): (&str, &str, serde_json::Value),
@@ -144,8 +144,8 @@ fn timed(
     record
 }
 
-/// A rate at the 10th percentile of the times in place of their median: a ceiling is the best that a
-/// device gives, and other programs make it seem lower, never higher.
+/// Rate at the 10th percentile of the times, not at their median. A ceiling is the best rate of a device; other
+/// programs can only lower it.
 fn at_best(record: &Record, rate: Option<f64>) -> Option<f64> {
     Some(rate? * record.median_ns? / record.p10_ns?)
 }

@@ -1,4 +1,4 @@
-//! torch on the same cases, on the same card, between ours: a Python process that waits for its turn.
+//! Measures torch on the same cases and card, in a Python process that waits between our measurements.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -25,7 +25,7 @@ impl Torch {
     /// Starts `python`, which must have torch, triton and a CUDA device.
     ///
     /// # Errors
-    /// What it lacks.
+    /// `python` cannot be started or lacks a requirement.
     pub(crate) fn start(python: &str) -> anyhow::Result<Self> {
         let mut child = Command::new(python)
             .args(["-c", include_str!("torch.py")])
@@ -46,10 +46,10 @@ impl Torch {
         Ok(torch)
     }
 
-    /// Median nanoseconds of torch on `sets` sets of operands of `case`.
+    /// Times torch on `sets` sets of operands of `case`. Returns the median in nanoseconds.
     ///
     /// # Errors
-    /// torch's own.
+    /// The process has ended, or torch failed.
     pub(crate) fn measure(&mut self, mut case: Value, sets: usize) -> anyhow::Result<f64> {
         case["sets"] = sets.into();
         writeln!(self.input, "{case}").context("torch has gone away")?;
@@ -68,7 +68,7 @@ impl Torch {
 
 impl Drop for Torch {
     fn drop(&mut self) {
-        // It may have ended by itself; there is nobody to tell either way.
+        // A drop cannot report an error, and the process may have ended by itself.
         drop(self.child.kill());
         drop(self.child.wait());
     }

@@ -1,4 +1,4 @@
-//! The tune cache from the command line.
+//! Command line of the tune cache.
 
 use std::path::{Path, PathBuf};
 
@@ -13,9 +13,9 @@ use crate::{Target, cases, provenance};
 /// Show, fill or merge the tune cache
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Print every result: winner, runner-up and the margin between them
+    /// Print every result with the winner, the runner-up and the margin between them
     Show {
-        /// Only keys that contain this
+        /// Show only keys that contain this text
         #[arg(long)]
         filter: Option<String>,
     },
@@ -28,7 +28,7 @@ pub(crate) enum Command {
         #[arg(long)]
         filter: Option<String>,
     },
-    /// Time configs of your own on every case of a suite, and remember nothing
+    /// Time given configs on every case of a suite, without storing results
     Try {
         #[command(flatten)]
         target: Target,
@@ -36,23 +36,23 @@ pub(crate) enum Command {
         suite: Suite,
         #[arg(long)]
         filter: Option<String>,
-        /// One config a line, as `tune show` prints them
+        /// File with one config per line, as `tune show` prints them
         #[arg(long)]
         configs: PathBuf,
     },
-    /// Take over the results of other cache files; the newer of two wins
+    /// Merge the results of other cache files; the newer of two results wins
     Merge { files: Vec<PathBuf> },
     /// Print the path of the cache file
     Path,
 }
 
-/// Where results of this machine are kept.
+/// Path of this machine's tune cache.
 fn cache_path() -> anyhow::Result<PathBuf> {
     tune::default_cache_path()
         .context("this machine has no cache folder\nhint: set FLASHOVER_TUNE_CACHE to a file path")
 }
 
-/// The cache of this machine; ignored lines are reported on standard error.
+/// Opens this machine's tune cache and reports ignored lines on standard error.
 pub(crate) fn open_cache() -> anyhow::Result<TuneCache> {
     let cache = TuneCache::open(&cache_path()?)?;
     cache.warnings().iter().for_each(|w| eprintln!("{w}"));
@@ -116,7 +116,7 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
     let mut text = format!("{key}\n  {source}{time}: {}", entry.config);
     if let (Some((ns, config)), Some(own)) = (others.first(), entry.median_ns) {
         let margin = 100.0 * (ns / own - 1.0);
-        // A simpler config, earlier in the list, stays when another is faster by this little.
+        // A simpler config, which is earlier in the list, wins against one that is only this much faster.
         let why = if *ns < own { ", too little to prefer it" } else { "" };
         text += &format!("\n  next {} ({margin:+.1}%{why}): {config}", us(*ns));
     }
@@ -133,12 +133,12 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
     text + &format!("\n  commit {}, {}", entry.commit, entry.date)
 }
 
-/// The reason why this program does not use `entry`; none if it does.
+/// Reason why this program does not use `entry`; `None` if it does.
 fn unused(entry: &Entry) -> Option<String> {
     let Some(kernel) = suite::kernel(&entry.key.kernel) else {
         return Some("there is no such kernel".to_owned());
     };
-    // An architecture without a recorded profile is known by its id alone.
+    // Without a recorded profile, an architecture is known only by its id.
     let mut cards = arch::recorded().filter_map(|name| ArchProfile::recorded(name).ok());
     let card = cards.find(|card| card.id == entry.key.arch_id);
     kernel.accepts(entry, card.as_ref()).err()
@@ -157,7 +157,7 @@ fn measure(target: &Target, suite: Suite, filter: Option<&str>) -> anyhow::Resul
     Ok(good)
 }
 
-/// The cases of `suite` for `device`; none is an error.
+/// Selects the cases of `suite` for `device`; an empty selection is an error.
 fn select(
     device: &Device,
     suite: Suite,
@@ -184,7 +184,7 @@ fn tuner(device: &Device) -> anyhow::Result<Tuner<'_>> {
     })
 }
 
-/// Times the configs of `file` on each case; false when one of them failed.
+/// Times the configs of `file` on each case; returns false if one of them failed.
 fn try_configs(
     target: &Target,
     suite: Suite,
@@ -222,7 +222,7 @@ fn try_configs(
     Ok(good)
 }
 
-/// Takes over the results of `files`, and tells `said` of each file in a line.
+/// Merges the results of `files`, and passes one line about each file to `said`.
 fn merge(
     cache: &mut TuneCache,
     files: &[PathBuf],

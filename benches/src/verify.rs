@@ -1,4 +1,4 @@
-//! Every kernel over its edge shapes, against the reference.
+//! Checks every kernel and model against the reference.
 
 mod memory;
 mod models;
@@ -12,8 +12,8 @@ use suite::{Job, KERNELS};
 use crate::emit::emit;
 use crate::{Target, provenance, tuning};
 
-/// Each so many checks, from one on. Those that need gigabytes are the first part's, so that a card need hold but one
-/// at a time.
+/// Every `of`th check, beginning with index `from`. The first part gets all checks that need gigabytes, so
+/// that a card holds only one of them at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Part {
     from: usize,
@@ -44,8 +44,8 @@ impl FromStr for Part {
     }
 }
 
-/// Verifies every kernel, the models below `fixtures`, and what becomes of a model where memory ends, which some of
-/// the checks take all of if `exhaust` says so; false when a check failed.
+/// Verifies every kernel, the models in `fixtures`, and the behaviour of a model at its memory limit. With `exhaust`, a
+/// check fills the memory of the card. Returns false if a check failed.
 pub(crate) fn verify(
     target: &Target,
     filter: Option<&str>,

@@ -1,4 +1,4 @@
-//! `cargo xtask bundle`: the programs in one archive, and a script that runs them elsewhere.
+//! `cargo xtask bundle`: packs the programs into one archive, with a script that runs them elsewhere.
 
 use std::fs::{self, File, TryLockError};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -14,17 +14,17 @@ use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
 use report::fail::{check, usage};
 
-/// Archive and script together, in bytes.
+/// Maximum size of archive and script together, in bytes.
 const LIMIT: u64 = 40_000_000;
 const ARCHIVE: &str = "flashover.tar.xz";
-/// A name that nobody else has: what is in it is removed.
+/// Name of the work folder. It is unique to this command, because its contents are deleted.
 const WORK: &str = ".flashover-bundle.part";
-/// The first is `flashover` too, when it is called so.
+/// Packed programs. A symlink lets the first one also run as `flashover`.
 const PACKED: [&str; 2] = ["flashover-bench", "xtask"];
 const SCRIPT: &str = include_str!("run.sh");
 
-/// Recorded configs and profiles are compiled into the programs, and a baseline serves the machine that it
-/// was measured on: nothing else is packed.
+/// Packs the programs only: configs and profiles are compiled into them, and a baseline is valid only for the machine
+/// that measured it.
 pub(crate) fn run(args: &BundleArgs) -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &BundleArgs) -> Result<()> {
     Ok(command::print(&format!("{}: {:.1} MB\n", args.out.display(), bytes as f64 / 1e6))?)
 }
 
-/// Makes the folder, and finds out whether files can be made in it, before the programs are built.
+/// Creates the folder and checks that it is writable, before the programs are built.
 fn make_folder(out: &Path) -> Result<()> {
     fs::create_dir_all(out).and_then(|()| tempfile::tempfile_in(out)).map(drop).map_err(|why| {
         usage(
@@ -48,7 +48,7 @@ fn make_folder(out: &Path) -> Result<()> {
     })
 }
 
-/// Writes both files, each complete or not at all, and returns their size.
+/// Writes both files atomically and returns their total size in bytes.
 fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
     let work = Work::begin(out)?;
     for name in PACKED {
@@ -92,11 +92,11 @@ fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
     Ok(bytes)
 }
 
-/// The folder in which a bundle is put together, removed at the end. Its name is fixed and it is locked:
-/// what a killed run left is cleared by the next one, and no two share it.
+/// Work folder of a bundle, removed on drop. It has a fixed name and a lock: a run clears the leftovers of a killed
+/// one, and two runs cannot share it.
 struct Work {
     folder: PathBuf,
-    /// Held until the end.
+    /// Held until drop.
     _lock: File,
 }
 
@@ -127,13 +127,13 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // Nobody is there to be told; the next run clears what is left.
+        // A drop cannot report an error; the next run clears the leftovers.
         drop(fs::remove_dir_all(&self.folder));
     }
 }
 
-/// Removes the symbols from a copy, which halves it. Without the tool, which comes with the C
-/// compiler, the copy stays as it is and the limit decides.
+/// Removes the symbols from a copy, which halves its size. Without `strip`, which comes with the C compiler, the copy
+/// stays unchanged and the size limit decides.
 fn strip(program: &Path) -> Result<()> {
     let Some(strip) = place::tool("strip") else { return Ok(()) };
     let status = Command::new(strip).arg(program).status().context("cannot start strip")?;
@@ -144,7 +144,7 @@ fn strip(program: &Path) -> Result<()> {
     }
 }
 
-/// Shared libraries that another machine may lack. The script uses those that it does lack.
+/// Shared libraries that another machine may lack. The script uses only those that are missing there.
 fn libraries_of(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot start ldd")?;
     if !output.status.success() {
@@ -153,8 +153,8 @@ fn libraries_of(program: &Path) -> Result<Vec<PathBuf>> {
     Ok(not_of_glibc(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Paths out of lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. What belongs to glibc is left
-/// out: its parts fit each other only.
+/// Extracts paths from lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. Leaves out the parts of glibc, which only
+/// fit each other.
 fn not_of_glibc(ldd: &str) -> Vec<PathBuf> {
     const GLIBC: [&str; 7] = [
         "libc.so.",
@@ -188,11 +188,11 @@ mod tests {
         assert_eq!(not_of_glibc(ldd), [PathBuf::from("/lib/x86_64-linux-gnu/libz3.so.4")]);
     }
 
-    /// A folder of scripts in place of programs, each of which logs how it was called.
+    /// A folder with copies of `true` in place of the programs.
     fn fake_programs() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for name in PACKED {
-            // The real ones are no scripts, so `strip` accepts them: take `true` for a program.
+            // `strip` accepts binaries only, so a script would not do.
             fs::copy(place::tool("true").unwrap(), dir.path().join(name)).unwrap();
         }
         dir
@@ -234,7 +234,7 @@ mod tests {
     fn the_script_refuses_bad_options_before_it_verifies() {
         let out = tempfile::tempdir().unwrap();
         let programs = fake_programs();
-        // `false` refuses everything.
+        // `false` rejects everything.
         fs::copy(place::tool("false").unwrap(), programs.path().join("xtask")).unwrap();
         pack(programs.path(), out.path(), LIMIT).unwrap();
         let mut script = Command::new(out.path().join("run.sh"));

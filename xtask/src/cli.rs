@@ -1,4 +1,4 @@
-//! The command line: what may be typed, nothing of what it does.
+//! Command line of `cargo xtask`: arguments and help only.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Measure every kernel on the devices of this machine and print the table
+    /// Measure every kernel on the devices of this machine and print tables
     #[command(
         args_override_self = true,
         after_help = "Examples:\n  cargo xtask bench\n  \
@@ -31,15 +31,15 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Run everything that CI runs: format, rules, lints, tests, targets, verification
     Test(TestArgs),
-    /// Open files of models, adapters and examples with random parts changed: an answer or an error, within 2 GiB
+    /// Open randomly changed models, adapters and examples: each must give a result or an error, within 2 GiB
     Fuzz(FuzzArgs),
-    /// Check every kernel over its edge shapes against the reference
+    /// Check every kernel against the reference on its edge cases
     #[command(
         after_help = "Examples:\n  cargo xtask verify --backend cuda,cpu --filter matmul\n  \
                             cargo xtask verify --backend cuda --sanitizer memcheck --jobs 8"
     )]
     Verify(VerifyArgs),
-    /// Run one model on several backends, in several precisions: tokens, logits, perplexity and speed side by side
+    /// Run one model on several backends and precisions, and compare tokens, logits, perplexity and speed
     #[command(
         args_override_self = true,
         after_help = "Examples:\n  cargo xtask compare --model models/demo --text README.md\n  \
@@ -49,21 +49,21 @@ pub(crate) enum Command {
                       that differ fail nothing, and a precision that is refused fails no backend that answers in another."
     )]
     Compare(CompareArgs),
-    /// Print every device, what would be chosen and why, and what is missing
+    /// Print all devices, the default choice with its reason, and what is missing
     #[command(after_help = "Example:\n  cargo xtask doctor --json")]
     Doctor(Rest),
     /// Show, run or merge tuned configs
     #[command(after_help = "Example:\n  cargo xtask tune show")]
     Tune(Rest),
-    /// Compile every kernel for GPUs that are not here and report registers, spills and memory
+    /// Compile every kernel for GPUs that are not present and report registers, spills and memory
     #[command(
         after_help = "Examples:\n  cargo xtask targets --json\n  cargo xtask targets --tuned --filter nf4"
     )]
     Targets(Rest),
-    /// Install or fetch what the other commands need; they also do so by themselves
+    /// Install or download what the other commands need; they also do so on demand
     #[command(after_help = "Example:\n  cargo xtask setup")]
     Setup,
-    /// Pack the programs and a script that verifies and measures on a machine without Rust
+    /// Pack the programs with a script that verifies and measures on a machine without Rust
     Bundle(BundleArgs),
     /// Regenerate the tables in benches/README.md from the committed records
     Readme(ReadmeArgs),
@@ -75,7 +75,7 @@ pub(crate) enum Command {
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  cargo xtask test\n  cargo xtask test --fast")]
 pub(crate) struct TestArgs {
-    /// Only format, rules, lints and unit tests
+    /// Run only format, rules, lints and unit tests
     #[arg(long)]
     pub(crate) fast: bool,
 }
@@ -85,10 +85,10 @@ pub(crate) struct TestArgs {
     after_help = "Examples:\n  cargo xtask fuzz\n  cargo xtask fuzz --runs 100000 --filter templates"
 )]
 pub(crate) struct FuzzArgs {
-    /// Cases of each test
+    /// Number of random cases per test
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) runs: u32,
-    /// Only tests whose name begins with this text
+    /// Run only tests whose name begins with this text
     #[arg(long, value_name = "TEXT")]
     pub(crate) filter: Option<String>,
 }
@@ -96,7 +96,7 @@ pub(crate) struct FuzzArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  cargo xtask bundle --out flashover-bundle")]
 pub(crate) struct BundleArgs {
-    /// Folder to write; made when it is missing
+    /// Folder to write to; created if it is missing
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
 }
@@ -104,15 +104,15 @@ pub(crate) struct BundleArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  cargo xtask readme --check")]
 pub(crate) struct ReadmeArgs {
-    /// Change nothing; exit 1 and show what differs
+    /// Change nothing; show differences and exit with 1 if there are any
     #[arg(long)]
     pub(crate) check: bool,
 }
 
-/// Arguments that go to the program unread.
+/// Arguments passed on to a program without parsing.
 #[derive(Debug, Args)]
 pub(crate) struct Rest {
-    /// Passed on as they are; `-- --help` lists what there is
+    /// Arguments passed on unchanged; `-- --help` lists them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     pub(crate) args: Vec<String>,
 }

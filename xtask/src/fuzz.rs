@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: the random tests of what reads files, with more cases than `cargo xtask test` takes.
+//! `cargo xtask fuzz`: runs the random tests of file readers with more cases than `cargo xtask test`.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use crate::place::{self, Place};
 use crate::programs::run_cargo;
 use crate::setup::{self, Cuda, Wants};
 
-/// KiB of address space: what a test program maps before it reads a file, and 2 GiB.
+/// Limit of the address space in KiB: the mappings of a test program before it reads a file, plus 2 GiB.
 const MOST: &str = "3145728";
 
 pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
         .args(tests)
         .args(["--", &format!("fuzz::{}", args.filter.as_deref().unwrap_or_default())])
         .env("PROPTEST_CASES", args.runs.to_string())
-        // Each arena reserves 64 MiB.
+        // Each malloc arena reserves 64 MiB.
         .env("MALLOC_ARENA_MAX", "1");
     match limited.status().context("cannot start sh")?.success() {
         true => Ok(()),

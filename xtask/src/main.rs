@@ -1,7 +1,8 @@
-//! `cargo xtask`: one entrance to all work on this repository.
+//! `cargo xtask`: the single entry point for all work on this repository.
 //!
-//! xtask knows neither Burn nor CubeCL, so it builds in seconds. It sets up the machine, builds the programs `flashover`
-//! and `flashover-bench` and passes its arguments on to them. It shares their command lines through `report`.
+//! xtask does not depend on Burn or CubeCL, so it builds in seconds. It sets up the machine, builds the programs
+//! `flashover` and `flashover-bench`, and passes its arguments on to them. The crate `report` holds the command lines
+//! that they share.
 
 mod bundle;
 mod cli;

@@ -12,7 +12,7 @@ use crate::place::Place;
 use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
 
-/// `flashover-bench bench`, told where the demo model is.
+/// Runs `flashover-bench bench` with the folder of the demo model.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let place = Place::find()?;
     report::check_bench(args)?;
@@ -20,7 +20,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     pass_on(&place, &args.backend, "flashover-bench", "bench", demo.map(|dir| ("--demo", dir)))
 }
 
-/// `flashover-bench verify`, told where the small models are.
+/// Runs `flashover-bench verify` with the folder of the small models.
 pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
     let place = Place::find()?;
     report::check_verify(args)?;
@@ -28,15 +28,15 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
     pass_on(&place, &args.backend, "flashover-bench", "verify", fixtures)
 }
 
-/// `flashover compare`.
+/// Runs `flashover compare`.
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     let place = Place::find()?;
     args.check_files()?;
     pass_on(&place, &args.backend, "flashover", "compare", None)
 }
 
-/// Sets up, builds, and runs `command` of the program with the arguments that this process was given. A mistake in them
-/// has been refused before.
+/// Sets up, builds, and runs `command` of the program with the arguments of this process. The caller has already
+/// rejected mistakes in them.
 fn pass_on(
     place: &Place,
     selection: &Selection,
@@ -52,28 +52,28 @@ fn pass_on(
     programs.pass_through(program, &all)
 }
 
-/// What backends of this selection need on the machine.
+/// Requirements of the selected backends.
 fn wants(selection: &Selection) -> Wants {
     let cuda =
         if selection.may_include(Backend::Cuda) { Cuda::WithDriver } else { Cuda::Installed };
     Wants { cuda, gl: selection.may_include(Backend::WebGpu) }
 }
 
-/// `flashover doctor`.
+/// Runs `flashover doctor`.
 pub(crate) fn doctor(args: &[String]) -> Result<()> {
     let wants = Wants { cuda: Cuda::Installed, gl: false };
     let (programs, _) = Programs::ready(&Place::find()?, wants)?;
     programs.pass_through("flashover", &with_first("doctor", args))
 }
 
-/// `flashover-bench tune`.
+/// Runs `flashover-bench tune`.
 pub(crate) fn tune(args: &[String]) -> Result<()> {
     let wants = Wants { cuda: Cuda::WithDriver, gl: false };
     let (programs, _) = Programs::ready(&Place::find()?, wants)?;
     programs.pass_through("flashover-bench", &with_first("tune", args))
 }
 
-/// `flashover-bench targets`, told where the CUDA tools are.
+/// Runs `flashover-bench targets` with the folder of the CUDA tools.
 pub(crate) fn targets(args: &[String]) -> Result<()> {
     let wants = Wants { cuda: Cuda::Always, gl: false };
     let (programs, ready) = Programs::ready(&Place::find()?, wants)?;
@@ -84,7 +84,7 @@ pub(crate) fn targets(args: &[String]) -> Result<()> {
     programs.pass_through("flashover-bench", &all)
 }
 
-/// Everything that `test` needs, and nothing more.
+/// Sets up exactly what `test` needs.
 pub(crate) fn setup() -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;

@@ -1,6 +1,6 @@
-//! Where things are: the repository, the built programs, libraries, and what the environment says.
+//! Paths of the repository, programs and libraries, and the environment variables.
 //!
-//! This is the only file of xtask that reads environment variables.
+//! No other file of xtask reads environment variables.
 
 use std::env;
 use std::ffi::OsString;
@@ -14,18 +14,17 @@ pub(crate) use report::{cuda_roots, tool};
 /// The programs that xtask drives.
 pub(crate) const PROGRAMS: [&str; 2] = ["flashover", "flashover-bench"];
 
-/// Where the programs come from.
+/// Source of the programs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Place {
-    /// A checkout: programs are built before they run.
+    /// A checkout, whose programs are built before they run.
     Workspace(PathBuf),
-    /// A folder of finished programs, as `bundle` writes it: nothing is built or installed.
+    /// A folder of built programs, as `bundle` writes it. Nothing is built or installed.
     Bundle(PathBuf),
 }
 
 impl Place {
-    /// `FLASHOVER_PROGRAMS` first, then the checkout around the caller, then the folder of this
-    /// very program.
+    /// Looks at `FLASHOVER_PROGRAMS`, then for a checkout around the caller, then in the folder of this program.
     pub(crate) fn find() -> Result<Self> {
         if let Some(dir) = env::var_os("FLASHOVER_PROGRAMS") {
             let dir = PathBuf::from(dir);
@@ -53,7 +52,7 @@ impl Place {
         }
     }
 
-    /// The root of the checkout, for commands that make no sense without one.
+    /// Root of the checkout; an error for a bundle.
     pub(crate) fn workspace(&self) -> Result<&Path> {
         match self {
             Self::Workspace(root) => Ok(root),
@@ -64,7 +63,7 @@ impl Place {
         }
     }
 
-    /// The folder of small models that are verified, in a checkout.
+    /// Folder of the small models to verify, if this is a checkout.
     pub(crate) fn fixtures(&self) -> Option<PathBuf> {
         Some(self.workspace().ok()?.join("models/fixtures"))
     }
@@ -74,7 +73,7 @@ fn has_programs(dir: &Path) -> bool {
     PROGRAMS.iter().all(|name| dir.join(name).is_file())
 }
 
-/// The nearest folder upward that is this workspace, told by its own two members.
+/// Nearest ancestor that is this workspace, recognised by two of its members.
 fn workspace_around(start: &Path) -> Option<PathBuf> {
     start
         .ancestors()
@@ -86,8 +85,8 @@ fn workspace_around(start: &Path) -> Option<PathBuf> {
         .map(Path::to_owned)
 }
 
-/// The cargo that runs us, or the one on the search path, without what it told us about ourselves:
-/// build scripts that watch those variables would run again, and all of Burn after them.
+/// Returns the cargo that runs us, or the one on the search path, without the variables that cargo set for us. Build
+/// scripts that watch them would run again, and Burn would be rebuilt.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     for (name, _) in env::vars_os() {
@@ -103,21 +102,21 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
-/// The same, in a checkout.
+/// [`cargo`] in a checkout.
 pub(crate) fn cargo_in(root: &Path) -> Command {
     let mut command = cargo();
     command.current_dir(root);
     command
 }
 
-/// The C and C++ compilers that build scripts will use.
+/// C and C++ compilers that build scripts will use.
 pub(crate) fn compilers() -> [(OsString, &'static str); 2] {
     [("CC", "cc"), ("CXX", "c++")].map(|(var, name)| {
         (env::var_os(var).filter(|v| !v.is_empty()).unwrap_or_else(|| name.into()), name)
     })
 }
 
-/// `LD_LIBRARY_PATH` with `first` in front of what it holds now.
+/// The value of `LD_LIBRARY_PATH` with `first` in front.
 pub(crate) fn library_path(first: &Path) -> Result<OsString> {
     let old = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let rest = env::split_paths(&old).filter(|dir| !dir.as_os_str().is_empty());
@@ -125,7 +124,7 @@ pub(crate) fn library_path(first: &Path) -> Result<OsString> {
         .with_context(|| format!("{} cannot stand in LD_LIBRARY_PATH", first.display()))
 }
 
-/// Folders in which the loader looks for shared libraries, as far as they can be known cheaply.
+/// Folders that the loader searches for shared libraries. A cheap approximation.
 pub(crate) fn library_dirs() -> Vec<PathBuf> {
     let set = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let multiarch = format!("/usr/lib/{}-linux-gnu", env::consts::ARCH);

@@ -1,4 +1,4 @@
-//! The built programs: how they come about and how they are started.
+//! Builds and starts the programs.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde::Deserialize;
 use crate::place::{self, PROGRAMS, Place};
 use crate::setup::{self, Ready, Wants};
 
-/// A folder of programs and the environment they run in.
+/// A folder of programs and their environment.
 #[derive(Debug)]
 pub(crate) struct Programs {
     dir: PathBuf,
@@ -19,7 +19,7 @@ pub(crate) struct Programs {
 }
 
 impl Programs {
-    /// Sets the machine up, builds when there are sources, and says what optional parts are there.
+    /// Sets up the machine, builds the programs of a checkout, and reports which optional parts are available.
     pub(crate) fn ready(place: &Place, wants: Wants) -> Result<(Self, Ready)> {
         let ready = setup::prepare(place, wants)?;
         let dir = match place {
@@ -32,7 +32,7 @@ impl Programs {
         Ok((Self::at(dir, &ready)?, ready))
     }
 
-    /// Programs that are built already.
+    /// Opens a folder of built programs.
     pub(crate) fn at(dir: PathBuf, ready: &Ready) -> Result<Self> {
         if let Some(absent) = PROGRAMS.iter().find(|name| !dir.join(name).is_file()) {
             return Err(check(format!("the build left no program {}", dir.join(absent).display())));
@@ -44,19 +44,19 @@ impl Programs {
         Ok(Self { dir, env })
     }
 
-    /// Where the programs lie.
+    /// Folder of the programs.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A program, ready to get its arguments.
+    /// A command for a program, without arguments yet.
     pub(crate) fn command(&self, name: &str) -> Command {
         let mut command = Command::new(self.dir.join(name));
         command.envs(self.env.iter().map(|(key, value)| (key, value)));
         command
     }
 
-    /// Runs a program on our terminal; its exit code becomes ours.
+    /// Runs a program on our terminal and fails with its exit code.
     pub(crate) fn pass_through(&self, name: &str, args: &[impl AsRef<OsStr>]) -> Result<()> {
         let status = self
             .command(name)
@@ -67,8 +67,8 @@ impl Programs {
     }
 }
 
-/// One profile and always the whole workspace: features then agree between building, linting and
-/// testing, and Burn is compiled once.
+/// Builds the whole workspace with one profile. Building, linting and testing then use the same features, so Burn is
+/// compiled once.
 pub(crate) fn build(root: &Path) -> Result<()> {
     run_cargo(root, &["build", "--release", "--workspace"])
 }
@@ -78,7 +78,7 @@ pub(crate) fn run_cargo(root: &Path, args: &[&str]) -> Result<()> {
     finish(place::cargo_in(root).args(args))
 }
 
-/// Runs a command of cargo's to its end.
+/// Runs a cargo command to its end.
 pub(crate) fn finish(cargo: &mut Command) -> Result<()> {
     if cargo.status().context("cannot start cargo")?.success() {
         return Ok(());
@@ -87,7 +87,7 @@ pub(crate) fn finish(cargo: &mut Command) -> Result<()> {
     Err(check(format!("`cargo {}` failed", args.join(" "))))
 }
 
-/// Where cargo puts release programs, whatever its settings are.
+/// Folder of release programs, with any cargo settings.
 pub(crate) fn release_dir(root: &Path) -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Metadata {
@@ -98,7 +98,7 @@ pub(crate) fn release_dir(root: &Path) -> Result<PathBuf> {
     Ok(metadata.target_directory.join("release"))
 }
 
-/// `cargo metadata` of our own packages.
+/// Output of `cargo metadata` for our own packages.
 pub(crate) fn metadata(root: &Path) -> Result<String> {
     let output = place::cargo()
         .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])

@@ -1,8 +1,8 @@
-//! `cargo xtask readme`: the tables of benches/README.md come from committed records, never from a keyboard.
+//! `cargo xtask readme`: generates the tables of benches/README.md from committed records.
 //!
-//! A block is `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on a line of its own; it shows
-//! `benches/baselines/ARCH_ID/NAME.jsonl`: requests to models in a table of their own, after all else. Several files
-//! are `NAME,NAME`, and `bench:ARCH_ID/NAME by precision` shows their products with a column per precision.
+//! A block runs from `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on its own line. It shows
+//! `benches/baselines/ARCH_ID/NAME.jsonl`; requests to models come last, in their own table. `NAME,NAME` shows several
+//! files. `bench:ARCH_ID/NAME by precision` shows matmuls with a column per precision.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use report::fail::{check, usage};
 use crate::cli::ReadmeArgs;
 use crate::place::Place;
 
-/// The file with the tables.
+/// File with the tables.
 const FILE: &str = "benches/README.md";
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &ReadmeArgs) -> Result<()> {
     Ok(())
 }
 
-/// Fails, with the lines that differ, when a table is not what its records say.
+/// Fails with the differing lines if a table does not match its records.
 pub(crate) fn check_file(root: &Path) -> Result<()> {
     let (old, new) = both(root)?;
     if old == new {
@@ -47,14 +47,14 @@ pub(crate) fn check_file(root: &Path) -> Result<()> {
     )))
 }
 
-/// The file as it is and as it should be.
+/// Current and regenerated contents of the file.
 fn both(root: &Path) -> Result<(String, String)> {
     let old = fs::read_to_string(root.join(FILE)).with_context(|| format!("cannot read {FILE}"))?;
     let new = regenerate(&old, |block| tables_of(root, block))?;
     Ok((old, new))
 }
 
-/// Replaces what stands inside every block.
+/// Replaces the contents of every block.
 fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<String> {
     let mut out = String::new();
     let mut lines = text.lines().enumerate();
@@ -95,7 +95,7 @@ fn tables_of(root: &Path, block: &str) -> Result<String> {
     })
 }
 
-/// The records of committed files of one device, `ARCH_ID/NAME,NAME`.
+/// Records of committed files of one device, `ARCH_ID/NAME,NAME`.
 fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
     let plain = |part: &str| !part.is_empty() && !part.starts_with('.');
     let parts = files.split_once('/').filter(|(device, names)| {
@@ -121,7 +121,7 @@ fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// The lines that only one of the texts has, in order of the longer common run.
+/// Lines between the common head and the common tail of two texts, in diff style.
 fn difference(old: &str, new: &str) -> String {
     let (old, new): (Vec<_>, Vec<_>) = (old.lines().collect(), new.lines().collect());
     let same_head = old.iter().zip(&new).take_while(|(a, b)| a == b).count();
@@ -219,7 +219,7 @@ mod tests {
         let lines = fs::read_to_string(&file).unwrap();
         let records: Vec<Record> =
             lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        // One kernel of ours, two of torch's.
+        // Matmuls with a norm are left out: one kernel of ours, but two of torch's.
         let products =
             records.iter().filter(|r| r.op == "matmul" && !r.params.contains_key("norm"));
         let alone: Vec<_> = products.clone().filter(|r| !r.peers.contains_key("torch")).collect();

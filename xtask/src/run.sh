@@ -19,7 +19,7 @@ else
   echo "hint: install xz (Debian package xz-utils) or python3" >&2
   exit 2
 fi
-# Libraries that this machine lacks come out of the archive; its own go first.
+# Use libraries of the archive only where this machine lacks them.
 mkdir "$work/lacking"
 for name in $(ldd "$work/flashover" "$work/flashover-bench" | awk '/not found/ { print $1 }' | sort -u); do
   if [ -e "$work/lib/$name" ]; then mv "$work/lib/$name" "$work/lacking/"; fi
@@ -29,10 +29,10 @@ if [ -z "${CUDA_PATH:-}" ] && [ -d /usr/local/cuda ]; then
   export CUDA_PATH=/usr/local/cuda
 fi
 export FLASHOVER_PROGRAMS="$work"
-# Each part runs even when an earlier one failed; the last failure is the exit code.
+# Each part runs even if an earlier one failed. The exit code is that of the last failure.
 status=0
 "$work/xtask" doctor || status=$?
-# Options that bench would refuse are refused before verify takes its time.
+# Reject bad options of bench now, before the long verify.
 "$work/xtask" bench --suite kernels --backend all "$@" --dry-run || exit $?
 "$work/xtask" verify --backend all || status=$?
 "$work/xtask" bench --suite kernels --backend all --format md \

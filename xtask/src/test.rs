@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything that CI runs, in order, ending at the first failure.
+//! `cargo xtask test`: runs everything that CI runs, in order, and stops at the first failure.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -80,7 +80,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
     })
 }
 
-/// The steps that look at the sources alone, cheapest first.
+/// Steps that need only the sources, cheapest first.
 fn source(root: &Path, steps: &mut Steps) -> Result<()> {
     steps.step("format", |_| {
         run_cargo(root, &["fmt", "--all", "--check"])?;
@@ -92,18 +92,18 @@ fn source(root: &Path, steps: &mut Steps) -> Result<()> {
     })
 }
 
-/// Cargo with clippy in place of the compiler of our own packages, a warning an error. What it builds is what is tested
-/// then: `cargo clippy` would check everything beneath us, which it does not lint, once more.
+/// Returns a cargo that compiles our own packages with clippy, with warnings as errors, so that the tested code is also
+/// the linted code. `cargo clippy` would check all dependencies once more without linting them.
 fn linted(root: &Path) -> Command {
     let mut cargo = place::cargo_in(root);
-    // The arguments as `cargo clippy` hands them over.
+    // Arguments in the form that `cargo clippy` passes them.
     cargo
         .env("RUSTC_WORKSPACE_WRAPPER", "clippy-driver")
         .env("CLIPPY_ARGS", "-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__");
     cargo
 }
 
-/// Compiles for GPUs that are not here; needs the CUDA tools but no GPU.
+/// Cross-compiles for GPUs that are not present. Needs the CUDA tools but no GPU.
 fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     let home = match &ready.cuda {
         Ok(home) => &home.root,
@@ -114,8 +114,8 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Every kernel over its edge shapes, and small models, on one back end, where there is a device for it. On a CPU only
-/// models: the tests of `kernels` checked the kernels there.
+/// Verifies kernels on their edge cases, and small models, on one back end, if it has a device. On a CPU it verifies
+/// only models, because the tests of `kernels` have checked the kernels.
 fn verified(
     place: &Place,
     programs: &Programs,
@@ -129,7 +129,7 @@ fn verified(
         };
         return Ok(Outcome::Skipped(reason));
     }
-    // A process a core: most checks are one thread of a compiler or a reference.
+    // One process per core: most checks are a compiler or a reference on one thread.
     let jobs = thread::available_parallelism().map_or(1, NonZeroUsize::get).to_string();
     let mut args: Vec<OsString> =
         ["verify", "--backend", backend.name(), "--jobs", &jobs].map(Into::into).into();
@@ -141,7 +141,7 @@ fn verified(
     Ok(Outcome::Passed)
 }
 
-/// Runs the tests and adds up what each test program reports.
+/// Runs the tests and adds up the results of the test programs.
 fn cargo_test(mut cargo: Command, which: &[&str], counts: &mut Counts) -> Result<()> {
     let mut child = cargo
         .args(["test", "--workspace", "--release", "--no-fail-fast"])
@@ -158,28 +158,28 @@ fn cargo_test(mut cargo: Command, which: &[&str], counts: &mut Counts) -> Result
     if child.wait()?.success() { Ok(()) } else { Err(check("tests failed")) }
 }
 
-/// How a step that did not fail ended.
+/// Result of a step that did not fail.
 #[derive(Debug)]
 enum Outcome {
     Passed,
-    /// Why it could not run: `needs X`.
+    /// The reason: `needs X`.
     Skipped(String),
 }
 
-/// Tests that ran, over all test programs.
+/// Counts over all test programs.
 #[derive(Debug, Default, PartialEq)]
 struct Counts {
-    /// Those among them that said they were skipped count too, because they returned.
+    /// Includes tests that reported themselves as skipped, because they returned.
     passed: usize,
     failed: usize,
     skipped: usize,
 }
 
 impl Counts {
-    /// Reads `test result: ok. 3 passed; 0 failed; ...` and a test's own `skipped: its::name: why`, and
-    /// nothing else.
+    /// Reads `test result: ok. 3 passed; 0 failed; ...` and a test's own `skipped: its::name: why`. Ignores other
+    /// lines.
     fn add(&mut self, line: &str) {
-        // A harness with one thread has begun its line before the test speaks.
+        // With one thread, the harness prints the start of its line before the test prints.
         self.skipped +=
             usize::from(line.starts_with("skipped: ") || line.contains("... skipped: "));
         let Some(result) = line.strip_prefix("test result: ") else { return };
@@ -192,7 +192,7 @@ impl Counts {
     }
 }
 
-/// What has been done so far, for the summary.
+/// Completed steps, for the summary.
 #[derive(Debug, Default)]
 struct Steps {
     done: Vec<(String, Duration, Option<Outcome>)>,

@@ -1,4 +1,4 @@
-//! Registers, spills, shared memory and occupancy of every config, for cards that are not there.
+//! Reports registers, spills, shared memory and occupancy of every config, for cards that are not present.
 
 mod sweep;
 
@@ -14,32 +14,32 @@ use self::sweep::{Row, sweep};
 /// shared memory.
 #[derive(clap::Args)]
 pub(crate) struct TargetsArgs {
-    /// Folder of a CUDA 13 toolkit: bin/ptxas, include/, and NVRTC for the dynamic linker
+    /// Folder of a CUDA 13 toolkit with bin/ptxas, include/, and NVRTC for the dynamic linker
     #[arg(long)]
     cuda_home: PathBuf,
     #[arg(long)]
     json: bool,
-    /// Only instances whose `target case config` contains this
+    /// Compile only instances whose `target case config` contains this text
     #[arg(long)]
     filter: Option<String>,
     /// Keep CUDA C++, PTX and machine code in this folder
     #[arg(long)]
     dump: Option<PathBuf>,
-    /// Also what the shipped tune cache chose under the profile of an RTX card
+    /// Also compile configs that the shipped tune cache holds for an RTX card
     #[arg(long)]
     tuned: bool,
-    /// Compile also instances whose result is kept
+    /// Compile again instances with stored results
     #[arg(long)]
     fresh: bool,
-    /// File of kept results [default: flashover/targets.jsonl in the cache folder]
+    /// File of stored results [default: flashover/targets.jsonl in the cache folder]
     #[arg(long, value_name = "FILE")]
     cache: Option<PathBuf>,
-    /// Write a table with a line for each target and kernel to FILE
+    /// Write a table with one row per target and kernel to this file
     #[arg(long, value_name = "FILE", conflicts_with = "filter")]
     summary: Option<PathBuf>,
 }
 
-/// Prints the sweep; false when an instance failed.
+/// Prints the sweep; returns false if an instance failed.
 pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     let TargetsArgs { cuda_home, filter, tuned, .. } = args;
     let (filter, dump, tuned) = (filter.as_deref(), args.dump.as_deref(), *tuned);
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
         );
     }
     if let (Some(file), None) = (&cache, dump) {
-        // A whole sweep forgets results that it did not use.
+        // A complete sweep drops stored results that it did not use.
         let lines = known.lines(filter.is_some() || !tuned);
         if let Err(why) = keep(file, &lines) {
             eprintln!("warning: results are not kept: {why:#}");
@@ -113,7 +113,7 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     Ok(findings.is_empty())
 }
 
-/// Writes the kept results.
+/// Writes the stored results.
 fn keep(file: &Path, lines: &str) -> anyhow::Result<()> {
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder)?;
@@ -121,7 +121,7 @@ fn keep(file: &Path, lines: &str) -> anyhow::Result<()> {
     Ok(OutFile::new(file)?.write(lines.as_bytes())?)
 }
 
-/// A Markdown table with a line for each target and kernel.
+/// Renders a Markdown table with one row per target and kernel.
 fn summarised(rows: &[Row]) -> String {
     let mut text = "# Kernels compiled for cards that are absent\n\n\
         `cargo xtask targets --tuned --summary FILE` writes this table: registers of one unit, instances that spill, bytes \
@@ -145,8 +145,8 @@ fn summarised(rows: &[Row]) -> String {
     text
 }
 
-/// What to show on standard error, where it takes minutes: on a terminal one line that is written over and
-/// in the end removed, elsewhere a line for each tenth.
+/// Progress text for standard error. On a terminal it is one line, overwritten and finally erased. Elsewhere it is one
+/// line per tenth.
 fn progress(done: usize, total: usize, terminal: bool) -> Option<String> {
     let text = format!("{done} of {total} instances");
     if terminal {
@@ -156,7 +156,7 @@ fn progress(done: usize, total: usize, terminal: bool) -> Option<String> {
     (done == 0 || tenth(done) > tenth(done - 1)).then(|| text + "\n")
 }
 
-/// Lines of columns as wide as their widest cell: two of text, then numbers.
+/// Aligns columns to their widest cell: two columns of text, then numbers.
 fn aligned(lines: &[[String; 6]]) -> Vec<String> {
     let width = |column: usize| lines.iter().map(|l| l[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; 6] = std::array::from_fn(width);

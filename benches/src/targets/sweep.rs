@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 use suite::{Instance, KERNELS, RTX_SHARED_BYTES};
 
-/// Recorded profiles that stand for the architectures.
+/// Recorded profiles that represent the architectures.
 const TARGETS: [&str; 3] = ["rtx4090", "h200", "rtx5090"];
 
 /// One kernel instance on one target.
@@ -23,9 +23,9 @@ pub(crate) struct Row {
     pub(crate) instance: String,
     pub(crate) config: Value,
     pub(crate) usage: Usage,
-    /// Cubes on one processor.
+    /// Cubes that fit on one processor.
     pub(crate) occupancy: u32,
-    /// True if the shipped cache chose it, under the profile of an RTX card.
+    /// True if the shipped cache holds this config for an RTX card.
     pub(crate) tuned: bool,
 }
 
@@ -38,13 +38,14 @@ pub(crate) struct Finding {
     pub(crate) what: String,
 }
 
-/// Compiles, for every target, the instances whose `target case config` text contains `filter`, with `tuned` also those
-/// that the shipped cache chose. Both lists are in a fixed order. Results that are `known` are taken over. With `dump`,
-/// sources and binaries are kept in that folder, numbered in the order of the list. `progress` gets the number of
-/// finished instances and of all, from 0 on.
+/// Compiles, for every target, the instances whose `target case config` text contains `filter`. With `tuned`, also
+/// compiles configs from the shipped cache. Results in `known` are reused. Both returned lists are in a fixed order.
+///
+/// With `dump`, sources and binaries are stored in that folder, numbered in list order. `progress` gets the finished
+/// and the total number of instances, beginning with 0 finished.
 ///
 /// # Errors
-/// A target profile that is not recorded.
+/// A target profile is not recorded.
 pub(crate) fn sweep(
     toolkit: &Toolkit,
     filter: Option<&str>,
@@ -100,8 +101,8 @@ pub(crate) fn sweep(
     Ok((rows, findings))
 }
 
-/// Faults of an instance that compiles; a `clean` one must not spill on an RTX card. Elsewhere a spill is a column of the
-/// table: the tuner decides by time.
+/// Faults of a compiled instance. A `clean` one must not spill on an RTX card. Any other spill is only reported in the
+/// table, because the tuner decides by time.
 fn faults(target: &str, clean: bool, usage: &Usage, occupancy: u32) -> Vec<String> {
     let rtx = target.starts_with("rtx");
     let mut faults = Vec::new();
@@ -117,7 +118,7 @@ fn faults(target: &str, clean: bool, usage: &Usage, occupancy: u32) -> Vec<Strin
     faults
 }
 
-/// The instances of every kernel for `arch`.
+/// Instances of every kernel for `arch`.
 fn instances(arch: &ArchProfile) -> Vec<Instance> {
     let (properties, target) = (properties(arch), target_properties());
     KERNELS.iter().flat_map(|kernel| kernel.instances(arch, &properties, &target)).collect()

@@ -1,5 +1,5 @@
-//! What a model does where memory ends: one that is refused, or that the device could not serve, answers afterwards what it
-//! answered before, and holds no more than before.
+//! Checks a model at its memory limit. A sequence is refused, or the device cannot allocate it. Afterwards the model
+//! must give the same results as before and hold no more memory.
 
 use std::collections::BTreeMap;
 
@@ -13,10 +13,10 @@ use suite::{CheckError, Job, Verdict};
 
 /// A shape small enough for any card.
 const SHAPE: &str = "llama-3.2-1b";
-/// Positions of a sequence that there is room for, and of one whose keys and values take 4 GiB.
+/// Length of a sequence that fits, and of one whose keys and values take 4 GiB, in tokens.
 const SHORT: usize = 64;
 const LONG: usize = 131_072;
-/// Bytes that are left on a device whose rest is taken; sequences of a few positions need less.
+/// Memory left free on a full device, in bytes. Short sequences need less.
 const LEFT: u64 = 512 << 20;
 
 pub(super) fn jobs(device: &Device, exhaust: bool) -> Vec<Job> {
@@ -40,7 +40,7 @@ pub(super) fn jobs(device: &Device, exhaust: bool) -> Vec<Job> {
     jobs
 }
 
-/// A budget for one short sequence: a long one is refused before anything is taken.
+/// The budget allows one short sequence. A long one must be refused before anything is allocated.
 fn limited(device: &Device) -> Result<Verdict, CheckError> {
     let (device, policy) = (&flashover::Device::from(device.clone()), Some(Policy::Default));
     let options = EngineOptions { policy, ..EngineOptions::default() };
@@ -67,7 +67,7 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
     Ok(verdict)
 }
 
-/// All of a card's memory is somebody else's: what does not fit fails by its name.
+/// Other allocations fill the card. A sequence that does not fit must fail with an out-of-memory error.
 fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     let options = EngineOptions { policy: Some(Policy::Default), ..EngineOptions::default() };
     let engine = Engine::random(&device.clone().into(), SHAPE, &options).map_err(failed)?;
@@ -90,11 +90,11 @@ fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     }
     drop(others);
     same(held, settled(&engine)?, "others leave")?;
-    // What did not fit does once others go.
+    // The long sequence fits once the other allocations are freed.
     equal(&logits(&engine, LONG).map_err(failed)?, &want)
 }
 
-/// So many bytes of the device, in pages of their own.
+/// Allocates `bytes` bytes of the device, in separate pages.
 fn take(device: &Device, bytes: u64) -> Vec<Handle> {
     const PIECE: u64 = 1 << 30;
     let client = device.client();
@@ -103,19 +103,19 @@ fn take(device: &Device, bytes: u64) -> Vec<Handle> {
     (0..bytes.div_ceil(PIECE)).map(|i| piece(PIECE.min(bytes - i * PIECE))).collect()
 }
 
-/// Logits of a few tokens in a sequence of so many positions.
+/// Logits of a few tokens in a sequence with space for `positions` positions.
 fn logits(engine: &Engine, positions: usize) -> Result<Vec<f32>, GenerateError> {
     let tokens: Vec<u32> = (0..24).map(|at| at * 7919 % engine.config().vocab as u32).collect();
     engine.session(positions)?.logits(&tokens)
 }
 
-/// Bytes alive once what is kept for later is given back.
+/// Bytes in use after the caches have been freed.
 fn settled(engine: &Engine) -> Result<u64, CheckError> {
     engine.clear_cache().map_err(failed)?;
     Ok(engine.memory().used_bytes)
 }
 
-/// Bytes of the card that nobody has.
+/// Free memory of the card, in bytes.
 fn free(device: &Device) -> Result<u64, CheckError> {
     let none = || CheckError::Kernel("the driver does not tell what is free".to_owned());
     flashover::memory::free_bytes(&device.clone().into()).ok_or_else(none)

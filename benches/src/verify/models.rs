@@ -1,4 +1,4 @@
-//! Small models of every family against the reference, in every dtype that the device computes in.
+//! Checks small models of every family against the reference, in every dtype that the device supports.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,15 +12,15 @@ use reference::Comparison;
 use serde_json::{Value, json};
 use suite::{CheckError, Job, Verdict};
 
-/// Tokens of a prompt, and of those that pass once more one at a time.
+/// Length of the prompt, and number of its last tokens that are also run one at a time.
 const TOKENS: usize = 24;
 const STEPS: usize = 6;
 
-/// Of the largest logit, what f32 may be off on a GPU, whose exponentials and roots are rounded less well than a host's:
-/// WGSL in software is 1.4e-5 off where the rule allows 1.0e-5.
+/// Tolerance of f32 on a GPU, relative to the largest logit. A GPU's exponentials and roots are less accurate than a
+/// host's: software WGSL is off by 1.4e-5, and the general rule allows 1.0e-5.
 const APPROXIMATE: f64 = 2e-5;
 
-/// Every folder below `fixtures`, in every dtype.
+/// One check per folder in `fixtures` and dtype.
 pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Job>> {
     let shown = fixtures.display();
     let entries = fs::read_dir(fixtures)
@@ -66,7 +66,7 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
     Ok(jobs)
 }
 
-/// Weights of 4 and 8 bits are not multiplied in tf32; a folder that cannot be read is left to the check.
+/// Skips 4- and 8-bit weights, which have no tf32 matmul. The check itself reports a folder that cannot be read.
 fn is_dense(folder: &Path) -> Result<Value, String> {
     let options = LoadOptions::default();
     let open = Weights::open(folder).and_then(|own| models::on_device(&own, None, &options));
@@ -80,7 +80,7 @@ fn failed(why: impl ToString) -> CheckError {
     CheckError::Kernel(why.to_string())
 }
 
-/// Logits of a prompt as a whole, and of its last tokens one at a time.
+/// Compares the logits of a whole prompt, and of its last tokens one at a time.
 fn check(
     device: &Device,
     folder: &Path,
@@ -116,7 +116,7 @@ fn check(
     session.logits(&tokens[..TOKENS - STEPS]).map_err(failed)?;
     for at in TOKENS - STEPS..TOKENS {
         out.extend(session.logits(&tokens[at..=at]).map_err(failed)?);
-        // A rope that stretches turns by how long a sequence is.
+        // A dynamically scaled rope depends on the length of the sequence.
         for (all, of) in [(&mut want, &exact), (&mut plain, &naive)] {
             all.extend_from_slice(&of.forward(&tokens[..=at])?[at * vocab..]);
         }

@@ -11,97 +11,97 @@ use record::{PROFILES, Policy, Suite};
 use crate::devices::Selection;
 use crate::sanitize::Sanitizer;
 
-/// What `bench` runs, and where the result goes.
+/// Arguments of `bench`.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Which cases run
+    /// Set of cases to run
     #[arg(long, value_parser = suite(), default_value_t = Suite::Quick)]
     pub suite: Suite,
-    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
+    /// Backends to run on: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu
     #[arg(long, default_value = "auto", value_name = "LIST")]
     pub backend: Selection,
-    /// Restrict the device to what this GPU has
+    /// Restrict the device to the capabilities of this GPU
     #[arg(long, value_parser = PROFILES)]
     pub profile: Option<String>,
-    /// Run the cases whose name contains this text
+    /// Run only cases whose name contains this text
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
-    /// What a shape without a tuned config gets
+    /// Choice of config for a shape that is not tuned
     #[arg(long, value_parser = policy())]
     pub policy: Option<Policy>,
-    /// Refuse to run without a GPU
+    /// Fail if there is no GPU
     #[arg(long)]
     pub require_gpu: bool,
-    /// Also measure torch on CUDA, with this Python, which needs torch, triton and CUDA
+    /// Also measure torch on CUDA with this Python, which needs torch, triton and CUDA
     #[arg(long, value_name = "PYTHON")]
     pub torch: Option<String>,
-    /// Write the records to this file, one JSON line each
+    /// Write the records to this file, one JSON object per line
     #[arg(long, value_name = "FILE")]
     pub save: Option<PathBuf>,
-    /// Compare with a baseline that `--save` wrote; exit 1 when a case got slower beyond noise
+    /// Compare with a baseline that `--save` wrote; exit with 1 if a case is slower beyond noise
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Slowdown in percent that `--compare` accepts
+    /// Slowdown that `--compare` accepts, in percent
     #[arg(long, value_name = "PCT", default_value_t = 5.0, value_parser = percent)]
     #[arg(allow_negative_numbers = true, requires = "compare")]
     pub threshold: f64,
-    /// How the result is printed on standard output
+    /// Output format
     #[arg(long, value_enum, default_value_t = Format::Md)]
     pub format: Format,
-    /// Also write one self-contained page with charts to this file
+    /// Also write a self-contained HTML page with charts to this file
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// Check the arguments and the devices, and measure nothing
+    /// Check the arguments and the devices without measuring
     #[arg(long)]
     pub dry_run: bool,
 }
 
-/// What `verify` checks, and how.
+/// Arguments of `verify`.
 #[derive(Debug, Args)]
 pub struct VerifyArgs {
-    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu
+    /// Backends to check: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu
     #[arg(long, default_value = "auto", value_name = "LIST")]
     pub backend: Selection,
-    /// Check the cases whose name contains this text
+    /// Check only cases whose name contains this text
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
-    /// Restrict the device to what this GPU has
+    /// Restrict the device to the capabilities of this GPU
     #[arg(long, value_parser = PROFILES)]
     pub profile: Option<String>,
-    /// Also check every candidate config, not only the default and the measured ones
+    /// Check every candidate config, not only the default and the measured ones
     #[arg(long)]
     pub configs: bool,
-    /// Also take all memory of the card for a moment, to check that a model survives it
+    /// Also fill the memory of the card for a moment, to check that a model survives it
     #[arg(long)]
     pub exhaust: bool,
-    /// Run under compute-sanitizer, which needs CUDA and takes many times as long
+    /// Run under compute-sanitizer, which needs CUDA and is many times slower
     #[arg(long, value_name = "TOOL")]
     pub sanitizer: Option<Sanitizer>,
-    /// Processes per backend, which share its checks: compilers and references take most of the time and use few cores
+    /// Processes that share the checks of a backend; compilers and references take most of the time and use few cores
     #[arg(long, default_value_t = NonZeroUsize::MIN, value_name = "N")]
     pub jobs: NonZeroUsize,
-    /// Write one JSON line for each kernel and backend to this file
+    /// Write one JSON line per kernel and backend to this file
     #[arg(long, value_name = "FILE")]
     pub save: Option<PathBuf>,
 }
 
-/// How a bench is printed.
+/// Output format of a bench.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// Tables: drawn on a terminal, Markdown elsewhere
     Md,
-    /// One object with the cards and the records
+    /// One JSON object with the cards and the records
     Json,
     /// One line per record
     Csv,
 }
 
-/// Parses a suite's name; `--help` explains each.
+/// Parser for the name of a suite, with help for each.
 pub fn suite() -> impl TypedValueParser<Value = Suite> {
     choice(Suite::ALL.map(|suite| (suite.name(), suite.help())))
 }
 
-/// Parses a policy's name; `--help` explains each.
+/// Parser for the name of a policy, with help for each.
 pub fn policy() -> impl TypedValueParser<Value = Policy> {
     choice(Policy::ALL.map(|policy| (policy.name(), policy.help())))
 }
@@ -130,7 +130,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A program whose arguments are these.
+    /// A program with only these arguments.
     #[derive(Debug, Parser)]
     #[command(args_override_self = true)]
     pub(crate) struct Only<T: Args> {

@@ -1,4 +1,4 @@
-//! Comparison with the records of an earlier run.
+//! Compares a run with the records of an earlier run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, Metadata};
@@ -26,7 +26,7 @@ impl Baseline {
         let cannot = |why: String| {
             usage(format!("the baseline {} cannot be used: {why}", file.display()), hint)
         };
-        // Reading a device may not end; a pipe is as good as a file.
+        // Reading a device may never end; a pipe is fine.
         let device = |meta: Metadata| {
             let kind = meta.file_type();
             kind.is_char_device() || kind.is_block_device()
@@ -43,7 +43,7 @@ impl Baseline {
         self.records.iter().map(|r| r.arch_id.as_str()).collect()
     }
 
-    /// Refuses a baseline of other devices, or of another profile, before anything is measured.
+    /// Refuses a baseline of other devices or of another profile, before anything is measured.
     pub(crate) fn check_devices(&self, chosen: &Chosen, profile: Option<&str>) -> Result<()> {
         let restricted = profile.map(|name| format!("@{name}")).unwrap_or_default();
         let ids = chosen.devices.iter().map(|device| device.arch_id.clone() + &restricted);
@@ -67,7 +67,7 @@ impl Baseline {
         )
     }
 
-    /// Matches by [`Key`]; `threshold` is the slowdown that passes, as a share of one.
+    /// Matches records by [`Key`]. `threshold` is the accepted slowdown as a fraction.
     pub(crate) fn compare(&self, now: &[Record], threshold: f64) -> Result<Comparison> {
         let base: BTreeMap<Key, &Record> = self.records.iter().map(|r| (r.key(), r)).collect();
         let mut partners = BTreeSet::new();
@@ -102,22 +102,22 @@ fn name(key: &Key) -> String {
     format!("{}: {}{profile}", key.backend, key.case)
 }
 
-/// What became of one case.
+/// Result of one case.
 #[derive(Debug, Clone, PartialEq)]
 enum Verdict {
-    /// Slower than the threshold lets pass, and beyond the spread of both runs.
+    /// Slower than the threshold, and beyond the spread of both runs.
     Slower(f64, f64),
-    /// Faster by the same measure.
+    /// Faster, by the same criteria.
     Faster(f64, f64),
-    /// No difference that these two runs can show.
+    /// No significant difference.
     Same(f64, f64),
-    /// It was measured once and fails now.
+    /// It failed in this run but not in the baseline.
     Broken(f64),
-    /// It had failed before, so there is nothing to compare with.
+    /// It failed in the baseline, so there is no time to compare with.
     NoBase,
 }
 
-/// A difference counts when [`beyond`] says so. A run without a band is its median.
+/// Compares medians with [`beyond`]. A run without percentiles has no spread.
 fn judge(base: &Record, now: &Record, threshold: f64) -> Verdict {
     let Some(old) = base.median_ns else { return Verdict::NoBase };
     let Some(new) = now.median_ns else { return Verdict::Broken(old) };
@@ -136,7 +136,7 @@ fn judge(base: &Record, now: &Record, threshold: f64) -> Verdict {
     }
 }
 
-/// The samples of one case in one run.
+/// Percentiles of one case in one run, in nanoseconds.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     p10: f64,
@@ -144,17 +144,18 @@ struct Run {
     p90: f64,
 }
 
-/// Whether `slow` took longer than `fast` by more than the threshold and by more than noise.
+/// True if `slow` took longer than `fast` by more than the threshold and by more than noise.
 ///
-/// Noise is twice the spread that lies between the medians: from the median of `fast` to its 90th
-/// percentile, and from the 10th of `slow` to its median. Samples of one run are taken within seconds and
-/// so differ less than two runs of one program on a machine that does other things too. It is never taken
-/// for more than the time of `fast`: samples however wild do not excuse more than twice the time.
+/// Noise is twice the spread between the medians: from the median of `fast` to its 90th percentile, plus from the 10th
+/// percentile of `slow` to its median. The factor is 2 because samples of one run are taken within seconds. They differ
+/// less than two runs on a machine that also does other work.
+///
+/// Noise is capped at the time of `fast`, so that no spread excuses more than twice the time.
 fn beyond(fast: Run, slow: Run, threshold: f64) -> bool {
     let noise = 2.0 * (fast.p90 - fast.median) + 2.0 * (slow.median - slow.p10);
     let within = slow.median <= fast.median * (1.0 + threshold)
         || slow.median - fast.median <= noise.min(fast.median);
-    // Written so that a time that is not a number counts as slower.
+    // A NaN counts as slower.
     !within
 }
 
@@ -164,19 +165,19 @@ struct Row {
     verdict: Verdict,
 }
 
-/// Two runs side by side.
+/// Comparison of two runs.
 #[derive(Debug)]
 pub(crate) struct Comparison {
     rows: Vec<Row>,
-    /// Cases of the baseline that this run has not.
+    /// Cases that only the baseline has.
     alone: Vec<String>,
-    /// Cases of this run that the baseline has not.
+    /// Cases that only this run has.
     fresh: Vec<String>,
     threshold: f64,
 }
 
 impl Comparison {
-    /// Cases that got slower, or stopped working.
+    /// Number of cases that got slower or fail now.
     pub(crate) fn regressions(&self) -> usize {
         let bad = |row: &&Row| matches!(row.verdict, Verdict::Slower(..) | Verdict::Broken(_));
         self.rows.iter().filter(bad).count()
@@ -213,7 +214,7 @@ impl Comparison {
         table
     }
 
-    /// The table, a sentence about it, and what had no partner.
+    /// Renders the table, a summary, and the cases without a counterpart.
     pub(crate) fn render(&self, style: Style) -> String {
         let title = "Against the baseline";
         let mut out = match style {
@@ -267,7 +268,7 @@ mod tests {
             judge(&record(old.0, old.1), &record(new.0, new.1), 0.05)
         };
         assert_eq!(verdict((100.0, 0.01), (120.0, 0.01)), Verdict::Slower(100.0, 120.0));
-        // Past the threshold, but the bands 80..120 and 96..144 overlap.
+        // Beyond the threshold, but the bands 80..120 and 96..144 overlap.
         assert_eq!(verdict((100.0, 0.2), (120.0, 0.2)), Verdict::Same(100.0, 120.0));
         // Separate bands, but within the threshold.
         assert_eq!(verdict((100.0, 0.001), (104.0, 0.001)), Verdict::Same(100.0, 104.0));
@@ -291,7 +292,7 @@ mod tests {
 
     #[test]
     fn noise_does_not_excuse_more_than_twice_the_time() {
-        // The band of the slow run reaches below half its median, so twice the band reaches zero.
+        // The 10th percentile of the slow run is below half its median, so twice the spread reaches zero.
         let noisy = |median: f64| {
             let mut record = record(median, 0.0);
             (record.p10_ns, record.p90_ns) = (Some(median * 0.4), Some(median * 4.0));

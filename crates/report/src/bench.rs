@@ -1,4 +1,4 @@
-//! `bench`: measure on every chosen backend, print, save, compare.
+//! `bench`: measures every chosen backend, prints and saves the result, and compares it with a baseline.
 
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
@@ -17,10 +17,10 @@ use crate::process;
 use crate::render::{self, Style};
 use crate::stream::{self, Column};
 
-/// Refuses mistakes that are known without a device, for a caller who has yet to build the programs.
+/// Refuses mistakes that can be found without a device, so that a caller can do so before it builds the programs.
 ///
 /// # Errors
-/// The caller's mistake. A pipe can be opened only once, so it is left to [`bench`].
+/// A mistake of the caller. A pipe can be opened only once, so [`bench`] checks it.
 pub fn check_bench(args: &BenchArgs) -> Result<()> {
     let [compare, save, html] = [&args.compare, &args.save, &args.html]
         .map(|file| file.as_deref().filter(|file| !is_pipe(file)));
@@ -28,10 +28,10 @@ pub fn check_bench(args: &BenchArgs) -> Result<()> {
     targets(save, html).map(drop)
 }
 
-/// Runs `bench`: `check_filter` refuses a filter that selects no case, and `demo` is the folder of the demo model.
+/// Runs `bench`. `check_filter` refuses a filter that selects no case, and `demo` is the folder of the demo model.
 ///
 /// # Errors
-/// A mistake is refused before anything is measured. A case that failed or got slower is one at the end.
+/// Mistakes are reported before anything is measured, cases that failed or got slower at the end.
 pub fn bench(
     args: &BenchArgs,
     demo: Option<&Path>,
@@ -67,7 +67,7 @@ fn is_pipe(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|meta| meta.file_type().is_fifo())
 }
 
-/// The files of the result. The page must not replace the records.
+/// Opens the output files. The page must not overwrite the records.
 fn targets(save: Option<&Path>, html: Option<&Path>) -> Result<[Option<OutFile>; 2]> {
     let target = |file: Option<&Path>| file.map(OutFile::new).transpose();
     match (target(save)?, target(html)?) {
@@ -78,7 +78,7 @@ fn targets(save: Option<&Path>, html: Option<&Path>) -> Result<[Option<OutFile>;
     }
 }
 
-/// Whether the demo model writes a story after the tables.
+/// True if the demo model writes a story after the tables.
 fn tells(args: &BenchArgs) -> bool {
     args.format == Format::Md
         && args.filter.is_none()
@@ -96,7 +96,7 @@ fn tell(demo: &Path, backend: Backend) -> Result<()> {
     process::end_of("flashover", status)
 }
 
-/// Prints and writes the result, then says what is wrong with it: a baseline that does not fit must not lose it.
+/// Prints and writes the result, then reports errors: a baseline that does not match must not lose measurements.
 fn deliver(
     run: &[Column],
     baseline: Option<&Baseline>,
@@ -122,7 +122,7 @@ fn deliver(
     }
 }
 
-/// Writes the records, and says so. Without a record the file stays as it is.
+/// Writes the records and returns a message. Without records, leaves the file unchanged.
 pub(crate) fn keep(file: OutFile, path: &Path, records: &[impl Serialize]) -> Result<String> {
     if records.is_empty() {
         return Ok(format!("no record to save: {} is left as it is", path.display()));
@@ -132,7 +132,7 @@ pub(crate) fn keep(file: OutFile, path: &Path, records: &[impl Serialize]) -> Re
     Ok(format!("saved {} records to {}", records.len(), path.display()))
 }
 
-/// One process per backend, one after the other so that they do not disturb each other's times.
+/// Runs one process per backend, one at a time so that they do not disturb each other's times.
 fn measure(chosen: &Chosen, args: &BenchArgs, demo: Option<&Path>) -> Result<Vec<Column>> {
     let column = |backend: Backend| {
         let mut command = process::own("flashover-bench")?;
@@ -152,7 +152,7 @@ fn measure(chosen: &Chosen, args: &BenchArgs, demo: Option<&Path>) -> Result<Vec
     chosen.devices.iter().map(|device| column(device.backend)).collect()
 }
 
-/// Prints data on standard output, and on standard error what the format has no place for.
+/// Prints the data to standard output, and to standard error what the format cannot hold.
 fn print(run: &[Column], comparison: Option<&Comparison>, format: Format) -> Result<()> {
     let style = Style::of_stdout();
     let mut text = match format {
@@ -174,7 +174,7 @@ fn print(run: &[Column], comparison: Option<&Comparison>, format: Format) -> Res
     Ok(command::print(&text)?)
 }
 
-/// Fails with one line about everything that went wrong.
+/// Returns an error with one line about all failures.
 fn verdict(run: &[Column], comparison: Option<&Comparison>) -> Result<()> {
     let mut wrong = problems(run);
     if run.iter().all(|column| column.records.is_empty()) && wrong.is_empty() {
@@ -195,7 +195,7 @@ fn verdict(run: &[Column], comparison: Option<&Comparison>) -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { Err(check(wrong.join("; "))) }
 }
 
-/// Failed cases and incomplete columns, one sentence each.
+/// Describes failed cases and incomplete columns, one sentence each.
 pub(crate) fn problems(run: &[Column]) -> Vec<String> {
     let mut wrong = Vec::new();
     for column in run {
@@ -265,7 +265,7 @@ mod tests {
             let line = ["bench".into(), option.into(), pipe.clone().into_os_string()];
             Only::<BenchArgs>::try_parse_from(line).unwrap().args
         };
-        // Opening it would wait for the other end.
+        // Opening a pipe would wait for the other end.
         check_bench(&args("--compare")).unwrap();
         check_bench(&args("--save")).unwrap();
     }

@@ -1,4 +1,4 @@
-//! The command line of `compare`, and what its files must be.
+//! Command line of `compare`, and checks of its files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,63 +12,63 @@ use serde_json::Value;
 use crate::devices::Selection;
 use crate::fail::usage;
 
-/// Words of `--kv-cache`, passed on to processes of `flashover`.
+/// Values of `--kv-cache`, passed on to processes of `flashover`.
 pub const KV_CACHES: [&str; 2] = ["float", "int8"];
 
-/// The prompt of a comparison that is given none.
+/// Default prompt of a comparison.
 pub const PROMPT: &str = "Once upon a time";
 
-/// Tokens of a text that see each other, where the model has as many positions.
+/// Context length for perplexity in tokens, if the model has that many positions.
 const WINDOW: usize = 512;
 
-/// One model, and the backends and precisions that it is compared on.
+/// Arguments of `compare`: one model, the backends and the precisions.
 #[derive(Debug, Args)]
 pub struct CompareArgs {
     /// Folder with config.json and safetensors, as on Hugging Face
     #[arg(long, short, value_name = "DIR")]
     pub model: PathBuf,
-    /// `auto`, `all`, or a list out of cuda, vulkan, webgpu, cpu: each runs every precision, and the first result is the
-    /// reference for all others
+    /// Backends to compare: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu. Each runs every precision; the first
+    /// result is the reference for all others
     #[arg(long, default_value = "all", value_name = "LIST")]
     pub backend: Selection,
-    /// Restrict the CUDA device to what this GPU has
+    /// Restrict the CUDA device to the capabilities of this GPU
     #[arg(long, value_parser = PROFILES)]
     pub profile: Option<String>,
-    /// Dtype of the computation [default: f32 on a CPU, elsewhere that of the files]
+    /// Compute dtype [default: f32 on a CPU, elsewhere the dtype of the files]
     #[arg(long, value_parser = DTYPES)]
     pub dtype: Option<String>,
     #[arg(long, default_value = "none", value_name = "LIST", value_parser = quants, help = quant_help())]
     pub quant: List,
-    /// How keys and values are stored, in the dtype of the computation or in 8 bits: a list out of float, int8
+    /// Format of the KV cache: a list of float (the compute dtype), int8
     #[arg(long, default_value = "float", value_name = "LIST", value_parser = kv_caches)]
     pub kv_cache: List,
-    /// Text to continue [default: Once upon a time]
+    /// Prompt as text [default: Once upon a time]
     #[arg(long, value_name = "TEXT", conflicts_with = "tokens")]
     pub prompt: Option<String>,
-    /// Token ids to continue
+    /// Prompt as token ids
     #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = token)]
     pub tokens: Option<Vec<u32>>,
-    /// Greedy tokens that each backend generates
+    /// Tokens that each backend generates greedily
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
-    /// Also measure the perplexity of this text
+    /// Also measure perplexity on this text
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
-    /// How the result is printed on standard output
+    /// Output format
     #[arg(long, value_enum, default_value_t = CompareFormat::Md)]
     pub format: CompareFormat,
 }
 
-/// How a comparison is printed.
+/// Output format of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum CompareFormat {
     /// A table: drawn on a terminal, Markdown elsewhere
     Md,
-    /// One object, with every token
+    /// One JSON object, with every token
     Json,
 }
 
-/// Words of an option in the order typed, none of them twice.
+/// Values of an option in the order given, without repeats.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct List(pub Vec<&'static str>);
 
@@ -111,10 +111,10 @@ fn token(text: &str) -> Result<u32, String> {
 }
 
 impl CompareArgs {
-    /// Refuses files that cannot be what they are given as; returns how many tokens of a text see each other.
+    /// Checks that the files of the command line can be used. Returns the context length for perplexity in tokens.
     ///
     /// # Errors
-    /// The caller's mistake, with a hint.
+    /// A mistake of the caller, with a hint.
     pub fn check_files(&self) -> Result<usize> {
         let hint = "a model is a folder with config.json and safetensors, as on Hugging Face";
         let path = self.model.join("config.json");
@@ -139,7 +139,7 @@ impl CompareArgs {
         Ok(window(&config))
     }
 
-    /// Whether text can become tokens.
+    /// True if the model has a tokenizer.
     pub fn has_tokenizer(&self) -> bool {
         self.model.join("tokenizer.json").is_file()
     }
@@ -156,7 +156,7 @@ fn check_text(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// [`WINDOW`], or the context length of the model where that is less.
+/// [`WINDOW`], or the model's context length if that is shorter.
 fn window(config: &Value) -> usize {
     let of = |name| config.get(name).and_then(Value::as_u64);
     let context = of("max_position_embeddings").or_else(|| of("n_positions"));

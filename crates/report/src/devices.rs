@@ -1,4 +1,4 @@
-//! The devices of the machine, as `flashover doctor` lists them, and which of them a command uses.
+//! Devices of the machine, as `flashover doctor` lists them, and the choice among them.
 
 use std::fmt;
 use std::process::{Command, Stdio};
@@ -11,19 +11,19 @@ use serde::Deserialize;
 use crate::fail::usage;
 use crate::process::end_of;
 
-/// What `--backend` asks for.
+/// Value of `--backend`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selection {
-    /// The GPU backends of this machine, or the CPU where there is none.
+    /// The GPU backends of this machine, or the CPU if it has no GPU.
     Auto,
     /// Every device of this machine.
     All,
-    /// These, in this order.
+    /// These backends, in this order.
     List(Vec<Backend>),
 }
 
 impl Selection {
-    /// Whether the selection may contain this backend.
+    /// True if the selection may contain this backend.
     pub fn may_include(&self, backend: Backend) -> bool {
         match self {
             Self::All => true,
@@ -62,17 +62,17 @@ impl FromStr for Selection {
     }
 }
 
-/// One device, as the doctor lists it.
+/// A device, as `flashover doctor` lists it.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Device {
     pub backend: Backend,
     pub name: String,
     pub arch_id: String,
-    /// Whether a CPU emulates the GPU, as llvmpipe does.
+    /// True if a CPU emulates the GPU, as llvmpipe does.
     pub software: bool,
 }
 
-/// Something that must be installed to make another device or tool usable.
+/// A missing installation that would make another device or tool usable.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Missing {
     pub what: String,
@@ -80,14 +80,14 @@ pub struct Missing {
     pub how: String,
 }
 
-/// The part of the report of `flashover doctor --json` that is used here.
+/// Fields of the report of `flashover doctor --json` that this crate uses.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Doctor {
     pub devices: Vec<Device>,
     pub missing: Vec<Missing>,
 }
 
-/// The backends that a command runs on, and why those.
+/// Devices that a command runs on, and the reason for the choice.
 #[derive(Debug, Clone)]
 pub struct Chosen {
     pub devices: Vec<Device>,
@@ -95,7 +95,7 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// Refuses a profile where no device can be restricted to it: all profiles describe CUDA cards.
+    /// Refuses a profile if no CUDA device is chosen: all profiles describe CUDA cards.
     pub fn check_profile(&self, profile: Option<&str>) -> Result<()> {
         let Some(profile) = profile else { return Ok(()) };
         if self.devices.iter().any(|device| device.backend == Backend::Cuda) {
@@ -108,7 +108,7 @@ impl Chosen {
 }
 
 impl Doctor {
-    /// Asks `flashover`, in a process of its own: whoever opens a device holds memory of it.
+    /// Runs `flashover doctor` in a separate process, because opening a device takes memory of it.
     ///
     /// # Errors
     /// It does not answer.
@@ -120,15 +120,15 @@ impl Doctor {
             .context("`flashover doctor --json` printed something else")
     }
 
-    /// The first device of a backend, which is the one that programs open.
+    /// Returns the first device of a backend, which programs open.
     pub fn device(&self, backend: Backend) -> Option<&Device> {
         self.devices.iter().find(|device| device.backend == backend)
     }
 
-    /// Turns a selection into devices of this machine.
+    /// Resolves a selection to devices of this machine.
     ///
     /// # Errors
-    /// The machine lacks what was asked for; the hint says how to get it.
+    /// The machine lacks a requested device; the hint tells how to get it.
     pub fn choose(&self, selection: &Selection, require_gpu: bool) -> Result<Chosen> {
         let present = |wanted: &[Backend]| -> Vec<Device> {
             wanted.iter().filter_map(|backend| self.device(*backend).cloned()).collect()
@@ -170,7 +170,7 @@ impl Doctor {
         Ok(Chosen { devices, why })
     }
 
-    /// What the doctor says is missing for these backends, or everything that is missing.
+    /// Instructions to install parts that these backends lack; all missing parts if none match.
     fn how_to_get(&self, backends: &[Backend]) -> String {
         let line = |m: &Missing| format!("{}: {}: {}", m.needed_for, m.what, m.how);
         let about: Vec<_> = self

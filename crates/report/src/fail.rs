@@ -1,31 +1,31 @@
-//! How a command fails, and with which exit code.
+//! Errors of commands, and their exit codes.
 
 use std::fmt::Display;
 
 use anyhow::anyhow;
 
-/// A failure with an exit code of its own. Any other error, such as a caller's mistake, exits with 2.
+/// A failure with its own exit code. Any other error, such as a mistake of the caller, exits with 2.
 #[derive(Debug, thiserror::Error)]
 pub enum Fail {
-    /// A check did not hold, or a program that it needs failed: exit code 1.
+    /// A check failed, or a program that it needs failed: exit code 1.
     #[error("{0}")]
     Check(String),
-    /// A program that shares our terminal failed and has already said why; its own exit code.
+    /// A program on our terminal failed and has already reported why. Holds its exit code.
     #[error("the program ended with exit code {0}")]
     Child(u8),
 }
 
-/// A caller's mistake, with what to do about it.
+/// Returns an error for a mistake of the caller, with a hint.
 pub fn usage(message: impl Display, hint: impl Display) -> anyhow::Error {
     anyhow!("{message}\nhint: {hint}")
 }
 
-/// A check that did not hold.
+/// Returns an error for a failed check.
 pub fn check(message: impl Into<String>) -> anyhow::Error {
     Fail::Check(message.into()).into()
 }
 
-/// Prints the error and returns the exit code it stands for.
+/// Prints the error and returns its exit code.
 pub fn report(error: &anyhow::Error) -> u8 {
     let fail = error.downcast_ref();
     if let Some(Fail::Child(code)) = fail {

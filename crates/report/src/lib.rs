@@ -1,7 +1,7 @@
-//! Runs the processes that measure, check and compare, one per back end, and shows what they print.
+//! Runs one process per back end for `bench`, `verify` and `compare`, and renders the results.
 //!
-//! This crate knows neither Burn nor CubeCL. It holds the command lines of `bench`, `verify` and `compare`, so that
-//! `cargo xtask` refuses a mistake in seconds, before the programs are built.
+//! This crate does not depend on Burn or CubeCL. It holds the command lines of these commands, so that `cargo xtask`
+//! rejects a mistake in seconds, before it builds the programs.
 
 mod args;
 mod baseline;

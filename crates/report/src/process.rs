@@ -1,4 +1,4 @@
-//! Programs: this one as a child of itself, those that are installed, and how a process ended.
+//! Starts this program and installed ones, and describes how a process ended.
 
 use std::env;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -9,10 +9,10 @@ use anyhow::{Context, Result};
 
 use crate::fail::{Fail, check};
 
-/// This very program under the name `flashover` or `flashover-bench`: one file may hold both.
+/// Returns a command for this program under the name `flashover` or `flashover-bench`. One file may contain both.
 ///
 /// # Errors
-/// The system does not tell which file this is.
+/// The system does not report the path of this program.
 pub fn own(name: &str) -> Result<Command> {
     let mut command =
         Command::new(env::current_exe().context("the path of this program cannot be read")?);
@@ -20,10 +20,10 @@ pub fn own(name: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Turns the end of a program into ours.
+/// Converts the exit status of a program to our result.
 ///
 /// # Errors
-/// [`Fail::Child`] with its exit code, or how it ended without one.
+/// [`Fail::Child`] with its exit code, or a description if it has none.
 pub fn end_of(name: &str, status: ExitStatus) -> Result<()> {
     match status.code() {
         Some(0) => Ok(()),
@@ -32,7 +32,7 @@ pub fn end_of(name: &str, status: ExitStatus) -> Result<()> {
     }
 }
 
-/// `ended by signal 11 (segmentation fault)` or `ended with exit code 101`.
+/// Describes an exit status: `ended by signal 11 (segmentation fault)` or `ended with exit code 101`.
 pub fn describe(status: ExitStatus) -> String {
     let Some(signal) = status.signal() else {
         return match status.code() {
@@ -55,7 +55,7 @@ pub fn describe(status: ExitStatus) -> String {
     format!("ended by signal {signal}{name}")
 }
 
-/// Path of a program on the search path, or in the folders that a plain user often lacks there.
+/// Finds a program on the search path, or in the system folders that an ordinary user's path often lacks.
 pub fn tool(name: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path)
@@ -64,7 +64,7 @@ pub fn tool(name: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// Folders that may hold a CUDA toolkit, best first.
+/// Folders that may contain a CUDA toolkit, in order of preference.
 pub fn cuda_roots() -> Vec<PathBuf> {
     let set = env::var_os("CUDA_PATH").filter(|v| !v.is_empty()).map(PathBuf::from);
     set.into_iter().chain(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from)).collect()

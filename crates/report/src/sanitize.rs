@@ -1,5 +1,5 @@
-//! NVIDIA's compute-sanitizer around a program that launches kernels. It finds errors that a result may not show, such as
-//! a read past the end of a buffer or a race in shared memory.
+//! Runs a program under NVIDIA's compute-sanitizer. It finds errors that results may not show, such as a read past the
+//! end of a buffer or a race in shared memory.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,16 +12,16 @@ use clap::ValueEnum;
 use crate::fail::usage;
 use crate::process::{cuda_roots, tool};
 
-/// What compute-sanitizer looks for.
+/// A tool of compute-sanitizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Sanitizer {
-    /// Accesses out of bounds, or misaligned
+    /// Out-of-bounds or misaligned accesses
     Memcheck,
     /// Races in shared memory
     Racecheck,
-    /// Reads of memory that was never written
+    /// Reads of uninitialised memory
     Initcheck,
-    /// Barriers that not all threads reach
+    /// Barriers that some threads do not reach
     Synccheck,
 }
 
@@ -30,7 +30,7 @@ impl Sanitizer {
         self.to_possible_value().expect("no value is hidden").get_name().to_owned()
     }
 
-    /// Wraps `command` in the tool, which writes what it finds to `log`.
+    /// Wraps `command` in the tool, which writes its findings to `log`.
     pub(crate) fn around(self, command: &Command, log: &Path) -> Result<Command> {
         Ok(self.below(&sanitizer()?, command, log))
     }
@@ -42,7 +42,7 @@ impl Sanitizer {
         wrapped
     }
 
-    /// The errors in the log of the tool; none where the run was clean.
+    /// Reads the errors from the log of the tool; `None` for a clean run.
     pub(crate) fn found(self, log: &Path) -> Result<Option<String>> {
         let text = fs::read_to_string(log)
             .with_context(|| format!("compute-sanitizer left no log at {}", log.display()))?;

@@ -1,4 +1,4 @@
-//! One child process per backend, read line by line: a crash loses the column of its backend only.
+//! Reads one child process per backend, line by line. A crash loses only the column of its backend.
 
 use std::io::{BufRead, BufReader, IsTerminal, Read};
 use std::process::{Child, Command, Stdio};
@@ -12,21 +12,21 @@ use record::{Card, Check, Line, Record};
 use crate::fail::Fail;
 use crate::process::describe;
 
-/// The lines of one backend's process.
+/// Results of one backend.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Column {
     pub(crate) backend: String,
     pub(crate) card: Option<Card>,
     pub(crate) records: Vec<Record>,
     pub(crate) checks: Vec<Check>,
-    /// Cases that the device cannot run, and the reason.
+    /// Cases that the device cannot run, with the reason.
     pub(crate) skips: Vec<(String, String)>,
-    /// Why the column is incomplete, when it is.
+    /// Reason why the column is incomplete.
     pub(crate) broken: Option<String>,
 }
 
 impl Column {
-    /// Adds the lines of another process of the same backend.
+    /// Adds the results of another process of the same backend.
     pub(crate) fn and(mut self, other: Self) -> Self {
         self.card = self.card.or(other.card);
         self.records.extend(other.records);
@@ -46,7 +46,7 @@ impl Column {
         records.chain(checks)
     }
 
-    /// The skipped cases by reason, in the order of the first case of each.
+    /// Skipped cases grouped by reason, in order of first occurrence.
     pub(crate) fn skipped(&self) -> Vec<(&str, Vec<&str>)> {
         let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
         for (case, why) in &self.skips {
@@ -59,7 +59,7 @@ impl Column {
     }
 }
 
-/// Everything a check says about its failure.
+/// Joins the details of a failed check.
 fn why(check: &Check) -> String {
     let mut parts: Vec<String> = check.error.iter().cloned().collect();
     match (check.max_err, check.tolerance) {
@@ -73,11 +73,11 @@ fn why(check: &Check) -> String {
     parts.join("; ")
 }
 
-/// Runs the command to its end and gathers what it prints.
+/// Runs the command to its end and collects its output.
 ///
 /// # Errors
-/// When it cannot be started, or when it refuses its input (exit code 2). A crash is no error here:
-/// it is noted in [`Column::broken`].
+/// The command cannot be started, or it refuses its input (exit code 2). A crash is not an error; it is stored in
+/// [`Column::broken`].
 pub(crate) fn gather(backend: &str, mut command: Command) -> Result<Column> {
     let mut child = command
         .stdin(Stdio::null())
@@ -109,11 +109,11 @@ pub(crate) fn gather(backend: &str, mut command: Command) -> Result<Column> {
     Ok(reader.column)
 }
 
-/// Turns lines into a column.
+/// Adds lines to a column.
 struct Reader {
     column: Column,
     planned: Option<usize>,
-    /// The case that was begun and has not ended.
+    /// The case that has begun and not ended.
     running: Option<String>,
     done: usize,
 }
@@ -162,7 +162,7 @@ impl Reader {
         progress.end();
     }
 
-    /// Why the column is incomplete, given how the process ended.
+    /// Reason why the column is incomplete, given the exit status of the process.
     fn verdict(&self, status: std::process::ExitStatus) -> Option<String> {
         let failed = self.column.failures().next().is_some();
         let explained = status.success() || (status.code() == Some(1) && failed);
@@ -184,22 +184,22 @@ impl Reader {
     }
 }
 
-/// Shows the log of the child without tearing the progress bar.
+/// Forwards the log of the child without tearing the progress bar.
 fn forward_log(child: &mut Child, progress: &Progress) -> Result<thread::JoinHandle<()>> {
     let stderr = child.stderr.take().context("the program has no standard error")?;
     let progress = progress.clone();
     Ok(thread::spawn(move || copy_log(stderr, &progress)))
 }
 
-/// Ends with the stream, or at the first read error: the child then has no reader and will say so
-/// through its exit status.
+/// Stops at the end of the stream or at the first read error. After an error the child loses its reader, which its exit
+/// status then shows.
 fn copy_log(stderr: impl Read, progress: &Progress) {
     for line in BufReader::new(stderr).split(b'\n').map_while(Result::ok) {
         progress.log(&String::from_utf8_lossy(&line));
     }
 }
 
-/// A bar on a terminal, plain lines elsewhere; both on standard error.
+/// Progress on standard error: a bar on a terminal, plain lines elsewhere.
 #[derive(Clone)]
 struct Progress {
     backend: String,
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
     use crate::render::sample;
 
-    /// Gathers from a shell script that prints these lines first.
+    /// Runs `gather` on a shell script that first prints these lines.
     fn run(lines: &[Line], then: &str) -> Result<Column> {
         let file = tempfile::NamedTempFile::new().unwrap();
         let text: Vec<_> = lines.iter().map(|l| serde_json::to_string(l).unwrap()).collect();

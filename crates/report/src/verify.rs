@@ -1,4 +1,4 @@
-//! `verify`: every kernel against the reference, and the backends against each other.
+//! `verify`: checks every kernel against the reference, and the backends against each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -18,10 +18,10 @@ use crate::render::{self, Align, Style, Table};
 use crate::sanitize::Sanitizer;
 use crate::stream::{self, Column};
 
-/// Refuses mistakes that are known without a device, for a caller who has yet to build the programs.
+/// Refuses mistakes that can be found without a device, so that a caller can do so before it builds the programs.
 ///
 /// # Errors
-/// The caller's mistake.
+/// A mistake of the caller.
 pub fn check_verify(args: &VerifyArgs) -> Result<()> {
     if args.sanitizer.is_some() && args.backend != Selection::List(vec![Backend::Cuda]) {
         return Err(usage("compute-sanitizer sees CUDA alone", "add --backend cuda"));
@@ -36,10 +36,10 @@ pub fn check_verify(args: &VerifyArgs) -> Result<()> {
     Ok(())
 }
 
-/// Runs `verify`, also over the small models in the folder `fixtures`.
+/// Runs `verify`, including the small models in the folder `fixtures`.
 ///
 /// # Errors
-/// A mistake is refused before anything is checked. A check that failed is one at the end.
+/// Mistakes are reported before anything is checked, failed checks at the end.
 pub fn verify(args: &VerifyArgs, fixtures: Option<&Path>) -> Result<()> {
     check_verify(args)?;
     let save = args.save.as_deref().map(OutFile::new).transpose()?;
@@ -56,7 +56,7 @@ pub fn verify(args: &VerifyArgs, fixtures: Option<&Path>) -> Result<()> {
     verdict(&run)
 }
 
-/// Runs one process of the backend, or `--jobs` of them, which share its checks.
+/// Runs `--jobs` processes of the backend, which share its checks.
 fn column(backend: Backend, args: &VerifyArgs, fixtures: Option<&Path>) -> Result<Column> {
     let jobs = args.jobs.get();
     let part = |at: usize| {
@@ -88,7 +88,7 @@ fn column(backend: Backend, args: &VerifyArgs, fixtures: Option<&Path>) -> Resul
     Ok(Column { backend: backend.to_string(), ..whole })
 }
 
-/// Sums up a backend's checks of each kernel.
+/// Summarises the checks of each kernel on a backend.
 fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
     let Some(card) = &column.card else { return Vec::new() };
     let checked = column.checks.iter().map(|check| check.op.as_str());
@@ -124,13 +124,13 @@ fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
     ops.into_iter().map(row).collect()
 }
 
-/// The kernel of a case that is named by [`record::case_name`].
+/// Kernel of a case that [`record::case_name`] named.
 fn op_of(case: &str) -> Option<&str> {
     case.split(' ').next()
 }
 
-/// Fails with exit code 1 when a check failed, a column is incomplete, or a device checked nothing and gave no reason; with
-/// 2 when the arguments left nothing to check on any device.
+/// Fails with exit code 1 if a check failed, a column is incomplete, or a device checked nothing and gave no reason.
+/// Fails with 2 if the arguments leave nothing to check on any device.
 fn verdict(run: &[Column]) -> Result<()> {
     let mut wrong = problems(run);
     let empty = run.iter().filter(|c| c.checks.is_empty() && c.broken.is_none());
@@ -147,7 +147,7 @@ fn verdict(run: &[Column]) -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { Err(check(wrong.join("; "))) }
 }
 
-/// Both tables, then what was skipped and what failed.
+/// Renders both tables, then skipped and failed checks.
 fn document(run: &[Column], style: Style) -> String {
     let mut out = kernels(run).render(style);
     if let Some(table) = agreement(run) {
@@ -194,11 +194,11 @@ fn kernels(run: &[Column]) -> Table {
     table
 }
 
-/// The checks of one kernel.
+/// Summary of the checks of one kernel.
 struct Summed {
     checks: usize,
     passed: usize,
-    /// The largest share of its tolerance that a check used, and that check.
+    /// Largest fraction of its tolerance that a check used, and its case.
     worst: Option<(f64, String)>,
 }
 
@@ -214,17 +214,17 @@ impl Summed {
     }
 }
 
-/// The share of its tolerance that a check used; an exact result uses none, even of a tolerance of 0.
+/// Fraction of its tolerance that a check used. An exact result uses 0, even if the tolerance is 0.
 fn used(check: &Check) -> Option<f64> {
     match (check.max_err, check.tolerance) {
         (Some(err), Some(tolerance)) => Some(if err == 0.0 { 0.0 } else { err / tolerance }),
-        // One that did not run to its end is worse than any error.
+        // A check that did not finish ranks above any error.
         _ => (!check.passed).then_some(f64::INFINITY),
     }
 }
 
-/// One row per pair of backends; `None` with fewer than two. A backend may check a case in several
-/// configs: two backends agree on it when an output of one equals an output of the other.
+/// One row per pair of backends; `None` with fewer than two. A backend may check a case with several configs. Two
+/// backends agree on a case if an output of one equals an output of the other.
 fn agreement(run: &[Column]) -> Option<Table> {
     let digests: Vec<BTreeMap<String, BTreeSet<&str>>> = run
         .iter()

@@ -1,4 +1,4 @@
-//! The object-safe form of [`KernelSuite`]: one list holds every kernel.
+//! The object-safe form of [`KernelSuite`], so that one list holds every kernel.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::instance::{self, Instance};
 use crate::kernel::KernelSuite;
 use crate::verify::{self, Job};
 
-/// A [`KernelSuite`] without its types, so that one list holds every kernel.
+/// A [`KernelSuite`] with its types erased.
 pub trait AnyKernel: Sync {
     /// Name in records, tune caches and on the command line.
     fn name(&self) -> &'static str;
@@ -23,12 +23,12 @@ pub trait AnyKernel: Sync {
     /// Cases of a bench suite.
     fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>>;
 
-    /// Checks for `arch`: every edge case with the default config (the simplest where none is default) and with the one
-    /// measured for it; the fewer config cases with every measured config and, with `configs`, with every candidate.
+    /// Checks for `arch`. Every edge case runs with the default config (or the baseline config without one) and the
+    /// measured config. The config cases run with every measured config and, with `configs`, with every candidate.
     fn checks(&self, arch: &ArchProfile, cache: &TuneCache, configs: bool) -> Vec<Job>;
 
-    /// Programs to compile for `arch`, each once: those of [`KernelSuite::instances`], and of the shipped results that
-    /// `arch` would take over.
+    /// Programs to compile for `arch`, each once. They come from [`KernelSuite::instances`] and from shipped tuning
+    /// results that `arch` would inherit.
     fn instances(
         &self,
         arch: &ArchProfile,
@@ -36,10 +36,10 @@ pub trait AnyKernel: Sync {
         target: &Arc<TargetProperties>,
     ) -> Vec<Instance>;
 
-    /// Reads the problem and the config of a result, and checks that `arch`, if known, can run them.
+    /// Parses the problem and the config of a tuning result, and checks that `arch`, if known, can run them.
     ///
     /// # Errors
-    /// The reason why this program does not use the result.
+    /// The reason why this program ignores the result.
     fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String>;
 }
 

@@ -1,4 +1,4 @@
-//! Gradients of attention.
+//! Checks the gradients of attention against their reference.
 
 use arch::{Backend, DType, Device};
 use kernels::attention::backward::{
@@ -17,7 +17,7 @@ use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, launch_twice, padded, reference_dtype, unwritten};
 use crate::kernel::{KernelSuite, Params};
 
-/// One problem to verify, and the inputs of its forward pass.
+/// A problem to verify, with the inputs of its forward pass.
 #[derive(Debug, Clone)]
 pub struct BackwardCase {
     pub problem: BackwardProblem,
@@ -45,7 +45,7 @@ impl KernelSuite for AttentionBackward {
         Attention::case_params(&case.forward)
     }
 
-    /// Cases of the forward pass with its log-sum-exp, except inputs that are not finite, whose gradients are left open,
+    /// Cases of the forward pass with its log-sum-exp. Leaves out non-finite inputs, whose gradients are unspecified,
     /// and batches that lie far apart.
     fn edge_cases(precision: Precision, backend: Backend) -> Vec<BackwardCase> {
         let ordinary = |case: &EdgeCase| !matches!(case.inputs, Inputs::Special | Inputs::Far);
@@ -57,7 +57,7 @@ impl KernelSuite for AttentionBackward {
         let dtype = precision.storage();
         let forward = Attention::config_cases(precision).into_iter();
         let mut cases: Vec<_> = forward.map(of_forward).collect();
-        // The head dimensions from which on tile sizes change.
+        // Head dimensions at which the tile sizes change.
         for head_dim in [32, 256] {
             let p = AttentionProblem::dense(1, [2, 1], [77, 140], head_dim, dtype).expect("valid");
             cases.push(of_forward(EdgeCase {
@@ -70,7 +70,7 @@ impl KernelSuite for AttentionBackward {
         cases
     }
 
-    /// The forward pass is ours, and its result is read back: only the backward pass is checked.
+    /// Runs our forward pass and reads its result back, so that only the backward pass is checked.
     fn verify(
         device: &Device,
         case: &BackwardCase,
@@ -102,7 +102,8 @@ impl KernelSuite for AttentionBackward {
         let dk = read(device, &operands.dk, dtype, k_len)?;
         let dv = read(device, &operands.dv, dtype, v_len)?;
 
-        // Of all sequences together: one of a single key has no gradients but 0, and no error to measure by.
+        // Errors are measured over all sequences together. A sequence of one key has only zero gradients, so it has no
+        // scale to measure an error by.
         let mut lines: Option<[Lines; 3]> = None;
         for part in parts(&case.forward) {
             let queries = |from: &[f32], s| {
@@ -136,7 +137,7 @@ impl KernelSuite for AttentionBackward {
         Ok(Verdict { comparison: Comparison::worst(comparisons), digest: digest(&all) })
     }
 
-    /// Dense results, without bias, mask or varying lengths.
+    /// Supports dense results without bias, mask or varying lengths.
     fn verify_operands(
         device: &Device,
         problem: &BackwardProblem,

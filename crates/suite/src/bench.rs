@@ -16,22 +16,22 @@ pub trait AnyBench {
     /// Name of the case: `matmul bf16 4096x4096x4096 lhs=row rhs=col`.
     fn name(&self) -> String;
 
-    /// Measures every candidate, remembers the winner and returns it.
+    /// Measures every candidate, stores the fastest in the cache and returns it.
     ///
     /// # Errors
     /// See [`Tuner::measure`].
     fn tune(&self, tuner: &mut Tuner<'_>) -> Result<Value, TuneError>;
 
-    /// Times the configs that `lines` holds, one JSON object a line.
+    /// Times the configs in `lines`, one JSON object per line.
     ///
     /// # Errors
-    /// The first line that is no config, and why.
+    /// The first line that is not a config, and the reason.
     fn time(&self, tuner: &Tuner<'_>, lines: &str) -> Result<Vec<TimedConfig>, String>;
 
-    /// Checks the case, then times it, next to its `peers` if asked.
+    /// Checks the case, then times it, with its peers if `peers` is set.
     ///
     /// # Errors
-    /// The tune cache cannot be written. Every other failure is in the line.
+    /// The tune cache cannot be written. Every other failure is reported in the line.
     fn measure(
         &self,
         tuner: &mut Tuner<'_>,
@@ -39,7 +39,7 @@ pub trait AnyBench {
         peers: bool,
     ) -> Result<Measured, TuneError>;
 
-    /// The case as a request to `torch.py`, and the library that it measures.
+    /// The case as a request to `torch.py`, and the name of the library measured.
     fn torch(&self) -> Option<(&'static str, Value)>;
 }
 
@@ -51,11 +51,11 @@ pub struct Measured {
     pub sets: usize,
 }
 
-/// A config that was timed by hand.
+/// A config timed on request.
 pub struct TimedConfig {
     pub config: Value,
     pub cost: Cost,
-    /// Nanoseconds of a launch, or the reason why there are none.
+    /// Nanoseconds per launch, or the reason for its absence.
     pub outcome: Result<f64, String>,
 }
 
@@ -136,7 +136,7 @@ impl<K: KernelSuite> AnyBench for BenchOf<K> {
     }
 }
 
-/// Checks one launch, then times many; the error is a wrong result or a failure to run.
+/// Checks one launch, then times many. Fails on a wrong result and on a failure to run.
 fn fill<K: KernelSuite>(
     record: &mut Record,
     device: &Device,

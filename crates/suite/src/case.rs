@@ -3,7 +3,7 @@
 use arch::{Backend, Device};
 pub use record::Suite;
 
-/// Size of the cases: for a GPU, or for the cores of a host.
+/// Size of the cases: for a GPU, or for the CPU of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scale {
     Gpu,
@@ -11,7 +11,7 @@ pub enum Scale {
 }
 
 impl Scale {
-    /// The scale for `device`; a software rasteriser is a host.
+    /// The scale for `device`; a software rasteriser counts as a host.
     pub fn of_device(device: &Device) -> Self {
         let host = device.backend() == Backend::Cpu || arch::report::describe(device).software;
         if host { Self::Host } else { Self::Gpu }
@@ -22,7 +22,7 @@ impl Scale {
 #[derive(Debug, Clone, Copy)]
 pub struct BenchCase<P> {
     pub problem: P,
-    /// True to measure Burn's op and cubek's too. Burn's first call on a GPU tunes for up to 40 s.
+    /// True to measure Burn's and cubek's ops too. Burn's first call on a GPU autotunes for up to 40 s.
     pub peers: bool,
 }
 
@@ -33,12 +33,12 @@ impl<P> BenchCase<P> {
     }
 }
 
-/// A problem whose code differs from others.
+/// A problem that generates different code from the others.
 #[derive(Debug, Clone)]
 pub struct InstanceCase<P> {
     pub problem: P,
-    /// Number of its candidates that are compiled.
+    /// Number of its candidates to compile.
     pub most: usize,
-    /// Number of those that must not spill on an RTX card.
+    /// Number of compiled candidates that must not spill on an RTX card.
     pub clean: usize,
 }

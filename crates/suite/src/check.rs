@@ -1,4 +1,4 @@
-//! What every check shares: guarded buffers, two launches that must agree to the last bit, and inputs.
+//! Shared parts of every check: guarded buffers, two launches that must be bit-identical, and inputs.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use cubecl::server::Handle;
 use reference::Comparison;
 use tune::{Kernel, Queue};
 
-/// Why a check has no verdict.
+/// Reason why a check has no verdict.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     /// The kernel did not compile, launch or run.
@@ -22,7 +22,7 @@ pub enum CheckError {
 #[derive(Debug, Clone, Copy)]
 pub struct Verdict {
     pub comparison: Comparison,
-    /// FNV-1a of the output's bytes: equal digests are equal results, to the last bit.
+    /// FNV-1a of the output's bytes; equal digests mean bit-identical results.
     pub digest: u64,
 }
 
@@ -38,17 +38,17 @@ pub(crate) const fn reference_dtype(dtype: DType) -> reference::DType {
     }
 }
 
-/// The first `bytes` of a buffer.
+/// Reads the first `bytes` of a buffer.
 pub(crate) fn read(device: &Device, handle: &Handle, bytes: usize) -> Result<Vec<u8>, CheckError> {
     let all = device.client().read_one(handle.clone()).map_err(kernel_error)?;
     Ok(all[..bytes].to_vec())
 }
 
-/// Bytes at least, on either side of what a kernel may write, that it must leave as they are. Any device binds a buffer
-/// from a multiple of it on, and allocates none that is not one.
+/// Minimum guard on each side of a buffer that a kernel writes, in bytes. The kernel must leave it unchanged. Every
+/// device can bind a buffer at a multiple of it, and allocates multiples of it.
 pub(crate) const GUARD: usize = 512;
 
-/// `bytes` on the device, between guards.
+/// Uploads `bytes` between guards.
 pub(crate) fn guarded(device: &Device, bytes: &[u8]) -> Handle {
     let bytes = padded(bytes);
     let mut whole = vec![0xff; guarded_len(bytes.len())];
@@ -56,7 +56,7 @@ pub(crate) fn guarded(device: &Device, bytes: &[u8]) -> Handle {
     window(&device.client().create_from_slice(&whole), GUARD, bytes.len())
 }
 
-/// A buffer of `bytes`, whole words, all ones (which is NaN) and between guards.
+/// Allocates a buffer of `bytes`, rounded up to whole words, between guards. All bits are ones, which is NaN.
 pub(crate) fn unwritten(device: &Device, bytes: usize) -> Handle {
     let bytes = bytes.next_multiple_of(4);
     let whole = device.client().empty(guarded_len(bytes));
@@ -72,7 +72,7 @@ pub(crate) fn ones(device: &Device, buffer: &Handle) {
     tune::fill(device, buffer, buffer.size_in_used() as usize / 4, u32::MAX);
 }
 
-/// Checks whether nobody wrote beside a buffer that is guarded.
+/// Checks that no launch wrote to the guards of a buffer.
 pub(crate) fn intact(device: &Device, buffer: &Handle) -> Result<(), CheckError> {
     let mut whole = buffer.clone();
     (whole.offset_start, whole.offset_end) = (None, None);
@@ -89,10 +89,11 @@ pub(crate) fn intact(device: &Device, buffer: &Handle) -> Result<(), CheckError>
     Ok(())
 }
 
-/// Launches twice, as a session does: what the first launch leaves in scratch must not disturb the second, and both
-/// must leave the same bytes in `outputs`, for kernels are deterministic. Before either they are NaN, so that what one
-/// does not write is neither the other's nor that of a config before; so is scratch before the first. What lies beside
-/// outputs and scratch must stay as it is: outputs are [`unwritten`].
+/// Launches twice, as a session does. Scratch left by the first launch must not affect the second. Kernels are
+/// deterministic, so both launches must write the same bytes to `outputs`.
+///
+/// Outputs are NaN before each launch, which exposes unwritten elements. Scratch is NaN before the first launch. Guards
+/// of outputs and scratch must stay unchanged; allocate outputs with [`unwritten`].
 pub(crate) fn launch_twice<K: Kernel>(
     device: &Device,
     problem: &K::Problem,
@@ -108,7 +109,7 @@ pub(crate) fn launch_twice<K: Kernel>(
     outputs.iter().chain(&scratch).try_for_each(|buffer| intact(device, buffer))
 }
 
-/// Scratch for launches, between guards and NaN but for what the first must find in it.
+/// Allocates guarded scratch for launches: NaN, except for values that the first launch expects.
 pub(crate) fn scratch_of<K: Kernel>(
     device: &Device,
     problem: &K::Problem,
@@ -122,7 +123,7 @@ pub(crate) fn scratch_of<K: Kernel>(
     })
 }
 
-/// [`launch_twice`] of what has no guards.
+/// [`launch_twice`] for buffers without guards.
 pub(crate) fn twice(
     device: &Device,
     outputs: &[Handle],
@@ -144,18 +145,19 @@ pub(crate) fn twice(
     Ok(())
 }
 
-/// Past 2^31 elements, and past 2^32: where what is far away lies.
+/// Offsets past 2^31 and past 2^32 elements, to test 64-bit addressing.
 pub(crate) const FAR: [u64; 2] = [(1 << 31) + 64, (1 << 32) + 64];
-/// Of several pages, the third of which is past 2^31.
+/// Page stride that puts the third page past 2^31 elements.
 pub(crate) const FAR_PAGE: u64 = (1 << 30) + 64;
 
-/// `step` without what makes it far.
+/// `step` without its far offset.
 pub(crate) fn nearby(step: u64) -> u64 {
     let apart = [FAR_PAGE, FAR[0], FAR[1]];
     step - apart.into_iter().rfind(|far| step >= *far).unwrap_or_default()
 }
 
-/// A buffer of `len` bytes that has each piece of `bytes` from the place on that stands beside it, and nothing else.
+/// Allocates `len` bytes and copies each range of `bytes` to the byte offset given with it. The rest is not
+/// initialised.
 pub(crate) fn scattered(
     device: &Device,
     len: usize,
@@ -170,30 +172,30 @@ pub(crate) fn scattered(
     buffer
 }
 
-/// `len` bytes of a whole buffer, from byte `start` on.
+/// A view of `len` bytes of a whole buffer, from byte `start` on.
 pub(crate) fn window(buffer: &Handle, start: usize, len: usize) -> Handle {
     let rest = buffer.size_in_used() - (start + len) as u64;
     buffer.clone().offset_start(start as u64).offset_end(rest)
 }
 
-/// Gives back the memory of far operands: gigabytes of a card, which checks in other processes may need.
+/// Frees the memory of far operands: gigabytes of a card, which checks in other processes may need.
 pub(crate) fn give_back(device: &Device) -> Result<(), CheckError> {
-    // A host takes seconds to give them anew.
+    // A host takes seconds to allocate them again.
     match device.backend() {
         Backend::Cuda => device.client().memory_cleanup().map_err(kernel_error),
         _ => Ok(()),
     }
 }
 
-/// What q is multiplied by for large scores, of [`LARGEST`] and more; less below a soft cap, which bends a score by more
-/// than the tolerance has of what it was rounded by.
+/// Factor for q that yields scores of [`LARGEST`] and more. It is smaller below a soft cap, whose bend would exceed the
+/// tolerance for the rounding of a score.
 pub(crate) const fn large(softcap: Option<f32>) -> f32 {
     if softcap.is_some() { 1000.0 } else { 4000.0 }
 }
 
 pub(crate) const LARGEST: f32 = 1e4;
 
-/// Refuses inputs whose scores, as their log-sum-exp tells, are not as large as they are meant to be.
+/// Refuses inputs whose log-sum-exp shows that their scores are not as large as intended.
 pub(crate) fn scores_are_large(lse: Option<&[f32]>) -> Result<(), CheckError> {
     let largest = lse.unwrap_or_default().iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if largest >= LARGEST {
@@ -202,23 +204,23 @@ pub(crate) fn scores_are_large(lse: Option<&[f32]>) -> Result<(), CheckError> {
     Err(CheckError::Kernel(format!("the largest score is {largest}, not {LARGEST} or more")))
 }
 
-/// Normal values of deviation 1/√k, as a layer's weights over k inputs are: its results are of size 1 then, like
-/// bias, gate and residual, none of which could be left out within the tolerance of larger ones.
+/// Normal values of deviation 1/√k, like the weights of a layer with k inputs. Results then have size 1, as do bias,
+/// gate and residual, so the tolerance cannot hide a missing one.
 pub(crate) fn weights(seed: u64, len: usize, k: u32) -> Vec<f32> {
     let scale = 1.0 / (k as f32).sqrt();
     let normal = reference::fill(seed, len, reference::Distribution::Normal);
     normal.into_iter().map(|v| v * scale).collect()
 }
 
-/// Makes the first of several blocks of `len` all zeros, which have no scale; one alone would test nothing else.
+/// Zeros the first of several blocks of `len`; a block of zeros has no scale. A single block keeps its values.
 pub(crate) fn zero_first(values: &mut [f32], len: usize) {
     if values.len() > len {
         values[..len].fill(0.0);
     }
 }
 
-/// Whether a quantiser, which `launch` runs on values and a flag, raises the flag for a value that is not finite: the
-/// first, one in the middle, the last.
+/// Checks that a quantiser raises its flag for a value that is not finite: the first, a middle and the last one.
+/// `launch` gets the values and the flag.
 pub(crate) fn tells_broken(
     device: &Device,
     dtype: reference::DType,
@@ -238,7 +240,7 @@ pub(crate) fn tells_broken(
     Ok(())
 }
 
-/// Rows `[.., width]` as they lie `stride` apart, NaN between them.
+/// Spreads rows `[.., width]` to a distance of `stride`, with NaN between them.
 pub(crate) fn apart(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; (rows.len() / width.max(1)).saturating_sub(1) * stride + width];
     for (out, row) in out.chunks_mut(stride.max(1)).zip(rows.chunks(width.max(1))) {
@@ -252,14 +254,14 @@ pub(crate) fn together(rows: &[f32], width: usize, stride: usize) -> Vec<f32> {
     rows.chunks(stride.max(1)).flat_map(|row| &row[..width]).copied().collect()
 }
 
-/// Device buffers are whole words.
+/// Pads to whole words, as device buffers require.
 pub(crate) fn padded(bytes: &[u8]) -> Vec<u8> {
     let mut out = bytes.to_vec();
     out.resize(bytes.len().next_multiple_of(4), 0);
     out
 }
 
-/// FNV-1a of bytes.
+/// FNV-1a hash of `bytes`.
 pub fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()

@@ -1,4 +1,4 @@
-//! Cross entropy against its reference.
+//! Checks cross entropy against its reference.
 
 use arch::{Backend, DType, Device};
 use cubecl::bytes::Bytes;
@@ -20,18 +20,18 @@ use crate::check::{
 use crate::kernel::{KernelSuite, Params, params, precision};
 use crate::pairs::pairwise;
 
-/// Logits to verify.
+/// Distribution of the logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inputs {
-    /// Normal, times 3.
+    /// Normal, scaled by 3.
     Normal,
-    /// Normal, times 100: one token has almost all of the probability.
+    /// Normal, scaled by 100: one token has almost all of the probability.
     Sharp,
-    /// Normal; one row each with NaN, +inf, a few -inf, nothing but -inf, and a target past the vocabulary.
+    /// Normal. One row each has NaN, +inf, some -inf, only -inf, and a target past the vocabulary.
     Special,
 }
 
-/// One loss to verify.
+/// A loss to verify.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: CrossEntropyProblem,
@@ -94,9 +94,9 @@ impl KernelSuite for CrossEntropy {
         all
     }
 
-    /// Vocabularies of whole vectors and of none, with padding and without; every two options together.
+    /// Vocabularies that vectors do and do not divide, with and without padding; every pair of options.
     fn edge_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
-        // A CPU's one unit walks the longest in seconds.
+        // A CPU's single unit takes seconds for the longest row.
         let long = if backend == Backend::Cpu { 8192 } else { 128_256 };
         let sizes = [
             [5, 1, 1],
@@ -136,7 +136,7 @@ impl KernelSuite for CrossEntropy {
         vec![case(4099, 4104, Some(20.0), 21_500), case(16_384, 16_384, None, 21_501)]
     }
 
-    /// Padding holds NaN before the launch; the gradient of padding must be 0.
+    /// Padding is NaN before the launch; its gradient must be 0.
     fn verify(
         device: &Device,
         case: &EdgeCase,
@@ -204,7 +204,7 @@ impl KernelSuite for CrossEntropy {
         verdict(p, &Host { logits, targets, weights, stats, gradient })
     }
 
-    /// Compares eight rows. Logits that the gradient overwrote cannot be checked.
+    /// Compares eight rows. In-place gradients are refused, because they overwrite the logits.
     fn verify_operands(
         device: &Device,
         p: &CrossEntropyProblem,
@@ -251,7 +251,8 @@ impl KernelSuite for CrossEntropy {
         verdict(p, &host)
     }
 
-    /// Logits of GPT-2, its vocabulary padded, and of an 8B model: training, and a forward pass alone.
+    /// Logits of GPT-2 (padded vocabulary) and of an 8B model, for training; for the 8B model also the forward pass
+    /// alone.
     fn bench_cases(suite: Suite, scale: Scale) -> Vec<BenchCase<CrossEntropyProblem>> {
         let case = |rows, vocab, stride, dtype, gradient| {
             let of = problem(rows, vocab, dtype);
@@ -280,7 +281,7 @@ impl KernelSuite for CrossEntropy {
         }))
     }
 
-    /// Each dtype, gradient and option; whole vectors and none.
+    /// Each dtype, gradient mode and option; vocabularies that vectors do and do not divide.
     fn instances() -> Vec<InstanceCase<CrossEntropyProblem>> {
         let of = |vocab, dtype| problem(4096, vocab, dtype);
         let gpt2 = CrossEntropyProblem { stride: 50_304, ..of(50_257, DType::Bf16) };

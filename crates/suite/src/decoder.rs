@@ -1,17 +1,17 @@
-//! A model as the reference's own decoder: every number of it, from the description and the name map alone.
+//! Converts a model to the reference's decoder, using only the description and the name map.
 //!
 //! # Panics
-//! All of it, for files that a loader refuses.
+//! Every function, for files that a loader refuses.
 
 use checkpoint::{Absmax, DType, FourBit, Int8, Tensor, Weight};
 use half::{bf16, f16};
 use models::{Activation, DecoderConfig, NormKind, Part, Rope, Scaling, Slot, Stored, Weights};
 use reference::{Block, Decoder, Linear, NormRule, Rotary, Stretch};
 
-/// The reference of a model.
+/// Converts a model to the reference's decoder.
 ///
 /// # Panics
-/// For weights that are not what their configuration says.
+/// If weights do not match their configuration.
 pub fn decoder(weights: &Weights) -> Decoder {
     let config = weights.config();
     Decoder {
@@ -72,7 +72,7 @@ fn has(config: &DecoderConfig, part: Part) -> bool {
     config.params().iter().any(|param| param.slot == Slot::Layer(0, part))
 }
 
-/// A rope as the reference's own.
+/// Converts a rope to the reference's form.
 pub fn rotary(rope: &Rope) -> Rotary {
     let stretch = match rope.scaling.clone() {
         Scaling::None => Stretch::None,
@@ -101,10 +101,10 @@ fn linear(weights: &Weights, slot: Slot) -> Linear {
     Linear { weight: values(weight), bias: bias.map(values) }
 }
 
-/// A parameter's values, whatever it is stored as.
+/// Decodes a parameter from any storage format.
 ///
 /// # Panics
-/// For a dtype that no weight has, and for weights in 4 or 8 bits that contradict themselves.
+/// If the dtype is not a weight's, or if 4- or 8-bit weights are inconsistent.
 pub fn values(stored: Stored<'_>) -> Vec<f32> {
     let columns = stored.shape[1..].iter().product::<usize>();
     let rows = stored.rows.start * columns..stored.rows.end * columns;
@@ -115,10 +115,10 @@ pub fn values(stored: Stored<'_>) -> Vec<f32> {
     }
 }
 
-/// The values of a tensor of floats.
+/// Decodes a tensor of floats.
 ///
 /// # Panics
-/// For another dtype.
+/// If the dtype is not f32, bf16 or f16.
 pub fn floats(tensor: &Tensor<'_>) -> Vec<f32> {
     let pairs = tensor.bytes.as_chunks::<2>().0.iter();
     match tensor.dtype {

@@ -1,4 +1,4 @@
-//! Embeddings against their reference.
+//! Checks embeddings against their reference.
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
@@ -14,11 +14,11 @@ use crate::check::{
 };
 use crate::kernel::{KernelSuite, Params, params, precision};
 
-/// One embedding to verify.
+/// An embedding to verify.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: EmbedProblem,
-    /// True if tokens and positions past the tables are among them.
+    /// True if some tokens and positions are past the ends of the tables.
     pub past: bool,
     pub seed: u64,
 }
@@ -27,7 +27,7 @@ pub struct EdgeCase {
 struct Host {
     tokens: Vec<u32>,
     table: Vec<f32>,
-    /// Learned positions, and where sequences are.
+    /// Learned positions, and the start position of each sequence.
     learned: Option<(Vec<f32>, Vec<u32>)>,
 }
 
@@ -80,7 +80,7 @@ impl KernelSuite for Embed {
                 }
             }
         }
-        // Rows that lie apart, so that vectors divide their strides and that they do not.
+        // Padded rows whose strides are, and are not, multiples of the vector length.
         for (pad, past) in [(64, false), (64, true), (3, true)] {
             let problem = EmbedProblem::new([2, 3], [11, 896], dtype).expect("valid");
             let problem = EmbedProblem {
@@ -99,7 +99,8 @@ impl KernelSuite for Embed {
         Self::edge_cases(precision, Backend::Cpu).into_iter().skip(5).step_by(13).collect()
     }
 
-    /// Before a last launch the output is zero: NaN is right where a token is unknown.
+    /// Launches once more onto zeros: NaN is the right result for an unknown token, so NaN alone would not show a
+    /// write.
     fn verify(
         device: &Device,
         case: &EdgeCase,
@@ -177,7 +178,7 @@ impl KernelSuite for Embed {
         verdict(device, p, operands, &host)
     }
 
-    /// Tokens of an 8B model: decode steps and a prefill. The table has 64 MiB, so that several operand sets fit.
+    /// Tokens of an 8B model: decode steps and a prefill. The table takes 64 MiB, so that several operand sets fit.
     fn bench_cases(suite: Suite, scale: Scale) -> Vec<BenchCase<EmbedProblem>> {
         let case = |tokens, vocab, dtype| {
             BenchCase::alone(EmbedProblem::new(tokens, [vocab, 4096], dtype).expect("valid"))
@@ -191,7 +192,7 @@ impl KernelSuite for Embed {
         }
     }
 
-    /// With learned positions and without; whole vectors and none.
+    /// With and without learned positions; widths that vectors do and do not divide.
     fn instances() -> Vec<InstanceCase<EmbedProblem>> {
         let mut cases = Vec::new();
         for (hidden, dtype) in [(4096, DType::Bf16), (4095, DType::F16), (4096, DType::F32)] {

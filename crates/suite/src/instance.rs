@@ -1,4 +1,4 @@
-//! Instances of one kernel to compile for cards that are absent: every config, and every code path around it.
+//! Instances of one kernel to cross-compile: every config, and every code path around it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tune::TuneCache;
 use crate::case::InstanceCase;
 use crate::kernel::KernelSuite;
 
-/// Bytes of shared memory that an RTX card gives one cube.
+/// Shared memory that an RTX card gives one cube, in bytes.
 pub const RTX_SHARED_BYTES: u32 = 99 << 10;
 
 /// One program to compile.
@@ -36,10 +36,10 @@ pub(crate) fn instances<K: KernelSuite>(
     properties: &Arc<DeviceProperties>,
     target: &Arc<TargetProperties>,
 ) -> Vec<Instance> {
-    // By the identity of a program, which has no order; the list keeps the order of the cases.
+    // Keyed by program identity, which has no order. The list keeps the order of the cases.
     let mut places = HashMap::new();
     let mut instances: Vec<Instance> = Vec::new();
-    // `clean` is none for a tuned config, which must always be clean.
+    // `clean` is `None` for a tuned config, which must always be clean.
     let mut add = |problem: &K::Problem, config: K::Config, clean: Option<bool>| {
         let (swept, tuned, clean) = (clean.is_some(), clean.is_none(), clean.unwrap_or(true));
         let name = record::case_name(K::NAME, &K::params(problem));
@@ -77,8 +77,8 @@ pub(crate) fn instances<K: KernelSuite>(
     instances
 }
 
-/// Configs that the shipped cache holds for an RTX profile, measured on another card, and that the tuner of `arch` would
-/// measure too.
+/// Configs that the shipped cache holds for an RTX profile, measured on another card. Keeps those that the tuner of
+/// `arch` would also measure.
 fn tuned<K: KernelSuite>(arch: &ArchProfile) -> Vec<(K::Problem, K::Config)> {
     if arch.max_shared_bytes > RTX_SHARED_BYTES {
         return Vec::new();

@@ -15,27 +15,27 @@ use crate::check::{CheckError, Verdict};
 /// Parameters of a case, by name, as records hold them.
 pub type Params = BTreeMap<String, Value>;
 
-/// Times of other implementations, by their names.
+/// Times of other implementations, by name.
 pub type Peers = Vec<(&'static str, Result<Timing, TimingError>)>;
 
-/// Everything that checks and measures one kernel.
+/// Cases, checks and benchmarks of one kernel.
 pub trait KernelSuite: Kernel + Sync {
-    /// A problem with the inputs that it is checked on.
+    /// A problem and the inputs that check it.
     type Case: Clone + Debug + 'static;
 
-    /// Precisions with cases of their own. `verify` tries a measured config on cases of its precision only.
+    /// Precisions with their own cases. `verify` tries a measured config on cases of its precision only.
     const PRECISIONS: &'static [Precision] = &[Precision::F32, Precision::F16, Precision::Bf16];
 
     /// Name of the library that [`KernelSuite::torch`] measures.
     const TORCH: &'static str = "torch";
 
-    /// Precision of the multiplications, whose measured ceiling bounds the kernel.
+    /// Precision of the matmuls. Its measured peak bounds the kernel.
     fn precision(problem: &Self::Problem) -> Precision;
 
-    /// Parameters of a problem in records; they make up the name of a case.
+    /// Parameters of a problem in records; they form the name of a case.
     fn params(problem: &Self::Problem) -> Params;
 
-    /// Cases that the default config and the measured ones must get right.
+    /// Cases that the default config and the measured configs must pass.
     fn edge_cases(precision: Precision, backend: Backend) -> Vec<Self::Case>;
 
     /// Fewer cases, for configs that are not the default.
@@ -43,13 +43,13 @@ pub trait KernelSuite: Kernel + Sync {
 
     fn problem(case: &Self::Case) -> &Self::Problem;
 
-    /// Parameters of a case: those of its problem, and what tells its inputs from others.
+    /// Parameters of a case: those of its problem, plus the ones that distinguish its inputs.
     fn case_params(case: &Self::Case) -> Params {
         Self::params(Self::problem(case))
     }
 
-    /// Runs `case` on fresh host inputs and compares every result with the f64 reference. Results are NaN before the
-    /// launch, so that an element that is never written fails.
+    /// Runs `case` on fresh host inputs and compares every result with the f64 reference. Outputs are NaN before the
+    /// launch, so that an unwritten element fails.
     ///
     /// # Errors
     /// The kernel failed to run. A wrong result is a [`Verdict`].
@@ -59,8 +59,8 @@ pub trait KernelSuite: Kernel + Sync {
         config: &Self::Config,
     ) -> Result<Verdict, CheckError>;
 
-    /// Compares the results of a launch in `operands` with the f64 reference, at positions sampled by `seed` where
-    /// there are many.
+    /// Compares the results of a launch in `operands` with the f64 reference. A large result is compared at positions
+    /// sampled by `seed`.
     ///
     /// # Errors
     /// The launch failed.
@@ -74,7 +74,7 @@ pub trait KernelSuite: Kernel + Sync {
     /// Cases of a bench suite, for a GPU or for the cores of a host.
     fn bench_cases(suite: Suite, scale: Scale) -> Vec<BenchCase<Self::Problem>>;
 
-    /// Problems whose generated code differs, to compile for cards that are absent.
+    /// Problems to cross-compile: those that generate different code.
     fn instances() -> Vec<InstanceCase<Self::Problem>>;
 
     /// Times of peers that run on our operands.
@@ -82,18 +82,18 @@ pub trait KernelSuite: Kernel + Sync {
         Peers::new()
     }
 
-    /// Times of peers that allocate `sets` sets of operands themselves.
+    /// Times of peers that allocate their own `sets` sets of operands.
     fn peers(_device: &Device, _problem: &Self::Problem, _sets: usize) -> Peers {
         Peers::new()
     }
 
-    /// The problem as a request to `torch.py`; none where torch has no such op.
+    /// The problem as a request to `torch.py`; `None` if torch has no equivalent op.
     fn torch(_problem: &Self::Problem) -> Option<Value> {
         None
     }
 }
 
-/// The precision in which values of `dtype` are multiplied: tf32 is chosen by name only.
+/// Matmul precision for values of `dtype`. It is never tf32, which has to be named.
 pub(crate) const fn precision(dtype: DType) -> Precision {
     match dtype {
         DType::F16 => Precision::F16,

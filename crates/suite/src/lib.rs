@@ -1,8 +1,8 @@
-//! Kernels next to everything that checks and measures them.
+//! The test suite of every kernel: cases, checks, benchmarks and peers.
 //!
-//! One file, or one folder, per kernel holds its parameters in records, the edge cases and their check against the f64
-//! reference, the bench cases, the instances to compile for cards that are absent, and the peers. [`KERNELS`] lists
-//! them. `bench`, `verify`, `tune`, `targets` and the tests of `kernels` iterate that list and name no kernel.
+//! Each kernel has one file or folder. It defines the parameters in records, the edge cases and their check against the
+//! f64 reference, and the bench cases. It also defines the instances to cross-compile and the peers. `bench`, `verify`,
+//! `tune`, `targets` and the tests of `kernels` iterate [`KERNELS`] and name no kernel.
 //!
 //! To add a kernel, implement [`KernelSuite`] in a new file and append a line to [`KERNELS`].
 
@@ -38,7 +38,7 @@ pub use instance::{Instance, RTX_SHARED_BYTES};
 pub use kernel::{KernelSuite, Params, Peers};
 pub use verify::Job;
 
-/// Every kernel of the project, in the order of tables.
+/// Every kernel of the project, in the order in which tables list them.
 pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::matmul::Matmul,
     &kernels::attention::Attention,
@@ -60,7 +60,7 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::rope::Rope,
 ];
 
-/// The kernel that records and tune caches call `name`.
+/// Returns the kernel with this name in records and tune caches.
 pub fn kernel(name: &str) -> Option<&'static dyn AnyKernel> {
     KERNELS.iter().copied().find(|kernel| kernel.name() == name)
 }

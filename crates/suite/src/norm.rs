@@ -1,4 +1,4 @@
-//! Norms against their reference.
+//! Checks norms against their reference.
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
@@ -12,18 +12,18 @@ use crate::check::{
 };
 use crate::kernel::{KernelSuite, Params, insert_rules, params, precision};
 
-/// What x is made of.
+/// Distribution of x.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inputs {
-    /// Normal, the last row zeros.
+    /// Normal, with zeros in the last row.
     Normal,
-    /// Around a mean of 100, where squares less the square of the mean have no digit left.
+    /// Mean 100: the mean of the squares less the square of the mean loses every digit.
     Shifted,
-    /// With an infinity in the first row and NaN in the last.
+    /// An infinity in the first row and NaN in the last.
     Special,
 }
 
-/// One norm to verify.
+/// A norm to verify.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: NormProblem,
@@ -78,7 +78,7 @@ impl KernelSuite for Norm {
             let seed = 9000 + cases.len() as u64;
             cases.push(EdgeCase { problem, inputs, seed });
         };
-        // Every width that vectors divide and that they do not; one row, few, more than cubes take at once.
+        // Widths that vectors do and do not divide; one row, a few, and more than the cubes take at once.
         for kind in NormKind::ALL {
             for (rows, width) in [
                 (1, 1),
@@ -208,8 +208,8 @@ impl KernelSuite for Norm {
         }
     }
 
-    /// Each kind with and without additions; rows that units keep in registers and rows that they read twice; whole
-    /// vectors and none.
+    /// Each kind with and without bias and residual. Rows that units keep in registers, and rows that they read twice.
+    /// Widths that vectors do and do not divide.
     fn instances() -> Vec<InstanceCase<NormProblem>> {
         let norm = |width, dtype, kind| problem(16, width, dtype, kind);
         let case = |problem, most| InstanceCase { problem, most, clean: usize::MAX };

@@ -1,12 +1,13 @@
-//! Cases that have every two choices of several factors together: far fewer than the whole product, and what goes wrong
-//! mostly goes wrong between two.
+//! Pairwise test cases: every two choices of different factors occur together in one case. This takes far fewer cases
+//! than the full product and finds most faults, which involve two factors.
 //!
-//! Source: Cohen, Dalal, Fredman and Patton, "The AETG System: An Approach to Testing Based on Combinatorial Design" (1997),
-//! without its chance: each row begins with the first pair that is open and takes what closes most.
+//! Source: Cohen, Dalal, Fredman and Patton, "The AETG System: An Approach to Testing Based on Combinatorial Design"
+//! (1997), without its random choices. Each row begins with the first uncovered pair and takes the choices that cover
+//! the most.
 
 use std::collections::BTreeSet;
 
-/// Rows of one choice for each factor, factor i having `choices[i]` of them; every pair of choices is in a row.
+/// Returns rows with one choice per factor, where factor i has `choices[i]` choices. Every pair of choices is in a row.
 pub(crate) fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
     let mut open = BTreeSet::new();
     for (a, of_a) in choices.iter().enumerate() {
@@ -29,7 +30,7 @@ pub(crate) fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
                 });
                 with.filter(|pair| open.contains(pair)).count()
             };
-            // Of equals, another one in each row.
+            // Each row breaks ties in favour of a different choice.
             let turned = (0..choices[factor]).map(|i| (i + rows.len()) % choices[factor]);
             row[factor] = turned.max_by_key(|choice| closes(*choice));
         }
@@ -57,7 +58,7 @@ mod tests {
             }
         }
         assert!(rows.iter().all(|row| row.iter().zip(&choices).all(|(own, of)| own < of)));
-        // 35 are the least that have every choice of the two largest.
+        // The two largest factors have 7 · 5 = 35 pairs, so no fewer rows are possible.
         assert!((35..=45).contains(&rows.len()), "{}", rows.len());
     }
 }

@@ -21,7 +21,7 @@ use tune::timing::{self, Effort, Timing, TimingError};
 
 use crate::kernel::KernelSuite;
 
-/// Name of Burn's peer on `device`: its CubeCL ops on a GPU, its CPU backend on a host.
+/// Name of the Burn peer on `device`: its CubeCL ops on a GPU, its CPU backend on a host.
 pub(crate) const fn burn_name(device: Backend) -> &'static str {
     match device {
         Backend::Cpu => "burn-flex",
@@ -33,7 +33,10 @@ pub(crate) const fn burn_name(device: Backend) -> &'static str {
 const SUMS: &str = "it sums f16 in f32";
 const GROUPS: &str = "it has no grouped products";
 
-/// Times of Burn's matmul on dense operands, or why there are none.
+/// Times Burn's matmul on dense operands.
+///
+/// # Errors
+/// The reason why Burn has no time for it.
 pub(crate) fn burn_matmul(
     device: &Device,
     p: &MatmulProblem,
@@ -76,7 +79,7 @@ pub(crate) fn burn_matmul(
     time_burn(device, |i| drop(multiply(i)), wait)
 }
 
-/// Burn's device on the same processor as `device`.
+/// Returns Burn's device for the processor of `device`.
 fn burn_device(device: &Device) -> Result<burn::tensor::Device, TimingError> {
     match device.backend() {
         Backend::Cuda => Ok(burn::tensor::Device::cuda(0)),
@@ -95,14 +98,17 @@ fn time_burn(
     let effort = Effort::report(device.backend());
     match device.backend() {
         Backend::Cpu => Ok(timing::measure_host(effort, launch)),
-        // Through wgpu timestamps of our client do not bracket Burn's launches: H200, "the profiled
-        // window resolved no device timing".
+        // Timestamps of our client do not bracket Burn's launches through wgpu: on an H200, "the profiled window
+        // resolved no device timing".
         Backend::Vulkan => timing::measure_batches(effort, launch, wait),
         _ => timing::measure_launches(device, effort, launch),
     }
 }
 
-/// Times of Burn's attention on dense operands, or why there are none.
+/// Times Burn's attention on dense operands.
+///
+/// # Errors
+/// The reason why Burn has no time for it.
 pub(crate) fn burn_attention(
     device: &Device,
     p: &AttentionProblem,
@@ -135,8 +141,11 @@ pub(crate) fn burn_attention(
     time_burn(device, |i| drop(attend(i)), wait)
 }
 
-/// Times of cubek's matmul, by the strategy that it takes by itself, on the operands that ours had; or
-/// why there are none. Its result is checked as ours is. It is launched one by one, as Burn's is.
+/// Times cubek's matmul, with its automatic strategy, on our operands. Checks its result like ours and launches it one
+/// at a time, like Burn's.
+///
+/// # Errors
+/// The reason why cubek has no time for it.
 pub(crate) fn cubek_matmul(
     device: &Device,
     p: &MatmulProblem,
@@ -171,7 +180,7 @@ pub(crate) fn cubek_matmul(
         launch_ref(&Strategy::Auto, device.client(), lhs, rhs, out, &mut elems.clone())
     };
     Matmul::outputs(p, &sets[0]).iter().for_each(|output| tune::poison(device, output));
-    // What its first choice cannot run, it panics about.
+    // cubek panics if its first choice cannot run.
     match catch_unwind(AssertUnwindSafe(|| launch(0))) {
         Ok(launched) => launched.map_err(failed)?,
         Err(_) => return Err(failed("it panicked, as said above")),

@@ -1,4 +1,4 @@
-//! Q8_0 weights: quantisation, dequantisation and matmuls.
+//! Checks Q8_0 weights: quantisation, dequantisation and matmuls.
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
@@ -28,7 +28,7 @@ pub struct Case<P> {
     pub seed: u64,
 }
 
-/// One block, rows of an odd number of blocks, tiles of 64 of k and none, one row and many.
+/// One block, an odd number of blocks per row, k that is and is not a multiple of 64, one row and many.
 const SHAPES: [(u32, u32); 8] =
     [(1, 32), (7, 96), (37, 32), (24, 224), (40, 1024), (130, 4096), (3, 22_016), (999, 64)];
 
@@ -36,7 +36,7 @@ fn weight(n: u32, k: u32) -> Weight {
     Weight::new(n, k).expect("whole blocks")
 }
 
-/// n, k and dtype of the layer that benches measure.
+/// n, k and dtype of the layer to benchmark.
 const fn layer(scale: Scale) -> (u32, u32, DType) {
     match scale {
         Scale::Gpu => (14336, 4096, DType::Bf16),
@@ -48,8 +48,8 @@ fn weight_params(weight: Weight, dtype: DType) -> Params {
     params([("n", weight.n.into()), ("k", weight.k.into()), ("dtype", dtype.name().into())])
 }
 
-/// Seeded weights, quantised; of several blocks the first is all zeros, and the scale of the last is subnormal. One code is
-/// -128, which no quantiser makes.
+/// Seeded, quantised weights. The first of several blocks is zero, and the scale of the last one is subnormal. One code
+/// is -128, which no quantiser writes.
 fn seeded(weight: Weight, seed: u64) -> Result<Blocks, CheckError> {
     let mut values = weights(seed, weight.len() as usize, weight.k);
     zero_first(&mut values, q8_0::BLOCK);
@@ -84,7 +84,7 @@ fn blocks_of(
     Ok(Blocks { codes, scales: scales.collect() })
 }
 
-/// What the codes in a weight's buffers mean, rounded to `dtype`.
+/// Dequantises a weight's buffers on the host, rounded to `dtype`.
 fn values_of(
     device: &Device,
     weight: Weight,
@@ -128,7 +128,7 @@ impl KernelSuite for Q8_0Quantize {
         let p = &case.problem;
         let mut values = fill(case.seed, p.weight.len() as usize, Distribution::Normal);
         zero_first(&mut values, q8_0::BLOCK);
-        // Scales that f16 has as a subnormal, and as 0.
+        // Scales that are subnormal in f16, and scales that round to 0.
         values[p.weight.k as usize - 16..][..16].iter_mut().for_each(|value| *value *= 1e-4);
         let client = device.client();
         let operands = QuantizeOperands {
@@ -149,8 +149,8 @@ impl KernelSuite for Q8_0Quantize {
         Ok(verdict)
     }
 
-    /// Compares codes and scales except where a quotient wrong by two units in the last place excuses them. The error of the
-    /// verdict is the number of parts that are wrong.
+    /// Compares codes and scales. They may differ only if a quotient that is off by two units in the last place
+    /// explains it. The error of the verdict is the number of failed parts.
     fn verify_operands(
         device: &Device,
         p: &QuantizeProblem,
@@ -271,7 +271,7 @@ impl KernelSuite for Q8_0Matmul {
         &case.problem
     }
 
-    /// One row and many, rows of the weight that no cube divides, every part of an epilogue.
+    /// One row of x and many, row counts of the weight that no cube divides, every part of an epilogue.
     fn edge_cases(precision: Precision, _backend: Backend) -> Vec<Case<Q8_0MatmulProblem>> {
         let dtype = precision.storage();
         let product = |m, (n, k)| {
@@ -306,7 +306,7 @@ impl KernelSuite for Q8_0Matmul {
             (13, (64, 544)),
             (70, (144, 512)),
             (3, (37, 96)),
-            // Tiles of 64 of k: parts without a share of their own, planes past the end of the weight, several tiles of x.
+            // Tiles of 64 of k: parts without work, planes past the end of the weight, several tiles of x.
             (4, (131, 4096)),
             (30, (40, 64 * 21)),
             (100, (264, 640)),
@@ -373,7 +373,7 @@ impl KernelSuite for Q8_0Matmul {
         }
     }
 
-    /// Every shape of the GEMV for one, two and many rows of x.
+    /// Every GEMV config for one, two and many rows of x.
     fn instances() -> Vec<InstanceCase<Q8_0MatmulProblem>> {
         let epilogue =
             Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };

@@ -1,4 +1,4 @@
-//! Turned heads and the caches they go to, against their reference.
+//! Checks RoPE outputs and KV cache writes against their reference.
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
@@ -17,18 +17,18 @@ use crate::check::{
 use crate::kernel::{KernelSuite, Params, params, precision};
 use crate::norm::reference_rule;
 
-/// One projection to verify.
+/// A projection to verify.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: RopeProblem,
-    /// Positions that each sequence has before.
+    /// Tokens of each sequence that are already in the cache.
     pub start: Vec<u32>,
-    /// `[batch, max_blocks]` of a cache in pages.
+    /// Block table `[batch, max_blocks]` of a paged cache.
     pub pages: Vec<u32>,
     pub seed: u64,
 }
 
-/// Values of one projection, dense; the caches as they were before.
+/// Dense values of one projection, and the caches before the launch.
 struct Host {
     qkv: Vec<f32>,
     start: Vec<u32>,
@@ -92,7 +92,7 @@ impl KernelSuite for Rope {
 
     fn case_params(case: &EdgeCase) -> Params {
         let mut params = Self::params(&case.problem);
-        // The seed tells cases apart that differ in start positions and in caches.
+        // Distinguishes cases that differ in start positions and in caches.
         params.insert("seed".to_owned(), case.seed.into());
         params
     }
@@ -116,8 +116,8 @@ impl KernelSuite for Rope {
         let norms = [None].into_iter().chain(NormKind::ALL.map(Some));
         for kind in norms {
             let qk_norm = kind.map(|kind| HeadNorm { kind, eps: 1e-3 });
-            // Every head dimension and part of one that turns, whole vectors and none; one new position, several,
-            // as many as there is room for.
+            // Head dimensions with full and partial rotation, which vectors do and do not divide. One new position,
+            // several, and as many as the cache holds.
             for (head_dim, dim) in [
                 (6, 6),
                 (6, 4),
@@ -136,7 +136,7 @@ impl KernelSuite for Rope {
                 }
             }
             add(RopeProblem { qk_norm, ..whole(19, [2, 2], 64) }, &[0, 0, 0]);
-            // Positions past the cache and past the table, some of a sequence's or all; a start that wraps around.
+            // Positions past the cache and past the table, for some or all of a sequence; a start that wraps around.
             for start in [[17, 16, 15], [19, 18, 400], [u32::MAX, u32::MAX - 1, 0]] {
                 let p = RopeProblem { qk_norm, ..whole(4, [4, 1], 64) };
                 add(p, &start);
@@ -146,8 +146,8 @@ impl KernelSuite for Rope {
                 add(RopeProblem { positions: 40, ..p }, &start);
             }
         }
-        // Caches of [batch, capacity, kv_heads, head_dim], of padded positions, and tables of padded rows, whose
-        // strides vectors divide and do not.
+        // Caches in `[batch, capacity, kv_heads, head_dim]`, padded positions and padded table rows. Vectors divide
+        // some of the strides.
         for (pad, head_dim) in [(0, 64), (48, 80), (3, 64), (2, 6)] {
             let step = u64::from(head_dim + pad);
             let k = CacheStrides { page: 19 * 2 * step, head: step, seq: 2 * step };
@@ -159,14 +159,15 @@ impl KernelSuite for Rope {
             let scales = CacheStrides { page: 2 * 24, head: 24, seq: 1 };
             add(bytes(RopeProblem { cache: KvLayout { scales, ..p.cache }, ..p }), &[3, 16, 0]);
         }
-        // Odd heads, which do not turn; one dimension; more heads than cubes take at once.
+        // Odd head dimensions, which cannot rotate; one dimension; more heads than the cubes take at once.
         for head_dim in [1, 7] {
             let cache = KvLayout::dense(1, 6, head_dim, dtype);
             let odd = RopeProblem { head_dim, dim: 0, positions: 0, cache, ..whole(2, [3, 1], 8) };
             add(odd, &[0, 4, 5]);
             add(bytes(odd), &[0, 4, 5]);
         }
-        // Pages in no order, one of them with another stride; new positions within one, across two, past the last.
+        // Pages in descending order, one size with a padded stride. New positions within one page, across two, and past
+        // the last.
         for (head_dim, size, step) in [(64, 16, 64), (80, 4, 80), (6, 16, 9)] {
             for start in [[0, 16, 31], [15, 33, 47], [48, 46, u32::MAX]] {
                 let p = whole(3, [4, 2], head_dim);
@@ -177,7 +178,7 @@ impl KernelSuite for Rope {
                 let p = RopeProblem { cache: KvLayout { k, ..cache }, positions: 47, ..p };
                 add(p, &start);
                 add(bytes(p), &start);
-                // The pages of the last sequence are some that there are not.
+                // The last sequence has pages that do not exist.
                 let few = KvLayout::paged(2, [48 / size * 2 + 1, size], 48 / size, head_dim, dtype);
                 let p = RopeProblem { cache: few, ..p };
                 add(p, &start);
@@ -210,8 +211,7 @@ impl KernelSuite for Rope {
         cases
     }
 
-    /// Compares the queries and all of both caches, between positions too. Queries are zero before the launch: none is
-    /// zero after it.
+    /// Compares the queries and both caches, including the gaps between positions. Queries are NaN before the launch.
     fn verify(
         device: &Device,
         case: &EdgeCase,
@@ -347,7 +347,7 @@ impl KernelSuite for Rope {
         verdict(device, p, operands, &host)
     }
 
-    /// Heads of an 8B model between their projection and attention: decode steps and a prefill.
+    /// Heads of an 8B model between projection and attention: decode steps and a prefill.
     fn bench_cases(suite: Suite, scale: Scale) -> Vec<BenchCase<RopeProblem>> {
         let rope = |tokens, capacity, dtype| {
             RopeProblem::new(tokens, [32, 8], 128, capacity, dtype).expect("valid")
@@ -364,7 +364,7 @@ impl KernelSuite for Rope {
                     let plain = rope(tokens, 2048, DType::Bf16);
                     problems.extend([plain, RopeProblem { qk_norm, ..plain }]);
                 }
-                // Pages of 64 positions, as in a batch of one prompt.
+                // Pages of 64 positions for a batch of 16 sequences.
                 let whole = rope([16, 1], 2048, DType::Bf16);
                 let cache = KvLayout::paged(8, [16 * 32, 64], 32, 128, DType::Bf16);
                 let int8 = KvLayout { dtype: DType::I8, ..whole.cache };
@@ -374,7 +374,7 @@ impl KernelSuite for Rope {
         problems.into_iter().map(BenchCase::alone).collect()
     }
 
-    /// Every head dimension, part of one that rotates, each norm.
+    /// Every head dimension, partial rotation, each norm.
     fn instances() -> Vec<InstanceCase<RopeProblem>> {
         let rope = |head_dim, dtype| {
             RopeProblem::new([16, 1], [32, 8], head_dim, 2048, dtype).expect("valid")
@@ -404,7 +404,7 @@ impl KernelSuite for Rope {
     }
 }
 
-/// Cells of a cache as its bytes have them.
+/// Encodes the values of a cache as it stores them.
 fn encode(p: &RopeProblem, values: &[f32]) -> Vec<u8> {
     match p.cache.quantized() {
         true => values.iter().map(|v| (*v as i8).cast_unsigned()).collect(),
@@ -439,7 +439,7 @@ fn verdict(
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
-/// The cells of a cache, without what lies between them.
+/// Reads the values of a cache, without the gaps between positions.
 fn cells(
     device: &Device,
     p: &RopeProblem,
@@ -451,7 +451,7 @@ fn cells(
     Ok(gathered(p, strides, p.head_dim, &buffer))
 }
 
-/// Those of k and of v, without what lies between them, where there are any.
+/// Reads the scales of k and v, without gaps; `None` if the cache has none.
 fn scales(
     device: &Device,
     p: &RopeProblem,
@@ -466,8 +466,8 @@ fn scales(
     Ok(Some([load(k)?, load(v)?]))
 }
 
-/// Where the elements of a cache `[batch, kv_heads, capacity, width]`, or in pages
-/// `[blocks, block_size, kv_heads, width]`, lie in its buffer.
+/// Buffer offsets of the elements of a cache `[batch, kv_heads, capacity, width]`, or of a paged cache
+/// `[blocks, block_size, kv_heads, width]`.
 fn places(p: &RopeProblem, strides: CacheStrides, width: u32) -> Vec<usize> {
     let CacheStrides { page, head, seq } = strides;
     let heads = (p.kv_heads, head);
@@ -512,8 +512,8 @@ fn reference_of(p: &RopeProblem) -> reference::Rope {
     }
 }
 
-/// Pages of every sequence, no two the same, from the last on; those that a cache of too few lacks are pages that
-/// there are not.
+/// A block table without repeats, in descending order from the last page. A cache with too few pages gets invalid
+/// entries.
 fn scattered(p: &RopeProblem) -> Vec<u32> {
     let CacheLayout::Paged { blocks, .. } = p.cache.layout else { return Vec::new() };
     (0..p.pages_len() as u32).map(|at| blocks.checked_sub(at + 1).unwrap_or(u32::MAX)).collect()

@@ -1,4 +1,4 @@
-//! Samplers against their reference.
+//! Checks the sampler against its reference.
 
 use arch::{Backend, DType, Device};
 use cubecl::bytes::Bytes;
@@ -14,13 +14,13 @@ use crate::check::{
 };
 use crate::kernel::{KernelSuite, Params, params};
 
-/// Rows to verify, each with a choice of its own.
+/// Rows to verify, each with its own `uniform`.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: SampleProblem,
-    /// Of every row, but for its uniform number: each row has its own, of a third of them one end of [0, 1).
+    /// Parameters of every row. `uniform` differs by row; for a third of the rows it is an end of [0, 1).
     pub choice: Choice,
-    /// True if some rows have NaN, infinities or nothing that is possible.
+    /// True if some rows have NaN, infinities or no possible token.
     pub odd: bool,
     pub seed: u64,
 }
@@ -88,7 +88,7 @@ impl KernelSuite for Sample {
         choices.push(Choice { top_p: 0.0, ..plain });
         choices.push(Choice { min_p: 0.1, ..plain });
         choices.push(Choice { top_k: 50, top_p: 0.8, min_p: 0.02, penalty: 1.1, ..plain });
-        // A CPU's one unit walks the longest in seconds.
+        // A CPU's single unit takes seconds for the longest row.
         let long = if backend == Backend::Cpu { 8192 } else { 128_256 };
         let mut cases = Vec::new();
         for vocab in [1, 5, 64, 1000, 4099, 50_257.min(long), long] {
@@ -120,7 +120,7 @@ impl KernelSuite for Sample {
         Self::edge_cases(precision, Backend::Cuda).into_iter().skip(3).step_by(7).collect()
     }
 
-    /// Also compares the seen tokens afterwards: those of before, and the sampled ones.
+    /// Also compares the seen tokens afterwards: the earlier ones plus the sampled ones.
     fn verify(
         device: &Device,
         case: &EdgeCase,
@@ -135,7 +135,7 @@ impl KernelSuite for Sample {
             logits[row(0) + vocab / 2] = f32::NAN;
             logits[row(1)] = f32::INFINITY;
             logits[row(2)..row(2) + vocab].fill(f32::NEG_INFINITY);
-            // Most are impossible, and one pair is equal.
+            // Only two tokens are possible, with equal logits.
             logits[row(3)..row(3) + vocab - 2].fill(f32::NEG_INFINITY);
             logits[row(3) + vocab - 2..row(3) + vocab].fill(1.5);
         }
@@ -159,7 +159,7 @@ impl KernelSuite for Sample {
         let client = device.client();
         let floats: Vec<u32> = host.logits.iter().map(|v| v.to_bits()).collect();
         if p.masked {
-            // The largest of each row among them; where all are absent there is no token.
+            // Masks two fifths of the tokens and the last one. A vocabulary of one token then has no token left.
             for id in (0..vocab).filter(|id| (id * 7 + 3) % 5 < 2 || id + 1 == vocab) {
                 bits[rows * p.seen_words() + id / 32] |= 1 << (id % 32);
                 host.logits.iter_mut().skip(id).step_by(vocab).for_each(|v| *v = f32::NEG_INFINITY);
@@ -194,7 +194,7 @@ impl KernelSuite for Sample {
         }
     }
 
-    /// Expects no effect of seen tokens.
+    /// Expects that seen tokens have no effect.
     fn verify_operands(
         device: &Device,
         p: &SampleProblem,
@@ -221,7 +221,7 @@ impl KernelSuite for Sample {
         verdict(device, p, operands, &host)
     }
 
-    /// Rows of logits of an 8B model and of GPT-2.
+    /// Logits of an 8B model and of GPT-2.
     fn bench_cases(suite: Suite, scale: Scale) -> Vec<BenchCase<SampleProblem>> {
         let sizes: &[[u32; 2]] = match (suite, scale) {
             (Suite::Quick | Suite::Documents, _) => &[],
@@ -232,7 +232,7 @@ impl KernelSuite for Sample {
         sizes.iter().map(problem).map(BenchCase::alone).collect()
     }
 
-    /// Vocabularies of whole vectors and of none, with and without absent tokens.
+    /// Vocabularies that vectors do and do not divide, with and without masked tokens.
     fn instances() -> Vec<InstanceCase<SampleProblem>> {
         let case = |(vocab, masked)| {
             let problem = SampleProblem::new(16, vocab).expect("valid");

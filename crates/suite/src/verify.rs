@@ -1,4 +1,4 @@
-//! Checks of one kernel on one device, listed before any runs.
+//! Checks of one kernel on one device, listed before the first one runs.
 
 use arch::{ArchProfile, Device};
 use cubecl::prelude::CubeKernel;
@@ -9,13 +9,13 @@ use tune::{Entry, Kernel, Key, TuneCache};
 use crate::check::{CheckError, Verdict};
 use crate::kernel::{KernelSuite, Params};
 
-/// One check: a case with a config, or with the reason why the device cannot run it.
+/// One check: a case with a config, or with the reason why the device cannot run the case.
 pub struct Job {
-    /// Name of the kernel, or of what else is checked.
+    /// Name of the kernel, or of another checked part.
     pub op: &'static str,
     pub params: Params,
     pub config: Result<Value, String>,
-    /// The programs that the check launches, to compile them on all cores first.
+    /// Programs that the check launches, so that all cores can compile them first.
     pub programs: Option<Box<Programs>>,
     pub run: Box<Run>,
 }
@@ -24,7 +24,7 @@ type Programs = dyn Fn(&Device) -> Vec<Box<dyn CubeKernel>> + Sync;
 type Run = dyn Fn(&Device) -> Result<Verdict, CheckError>;
 
 impl Job {
-    /// `matmul bf16 128x128x128 lhs=row rhs=col`.
+    /// Name of the case: `matmul bf16 128x128x128 lhs=row rhs=col`.
     pub fn name(&self) -> String {
         record::case_name(self.op, &self.params)
     }
@@ -88,7 +88,7 @@ fn job<K: KernelSuite>(case: &K::Case, config: Result<K::Config, String>) -> Job
     }
 }
 
-/// The configs of `all` that can run `problem`, each once, in their order.
+/// The configs of `all` that can run `problem`, without duplicates and in order.
 fn feasible<K: Kernel>(
     arch: &ArchProfile,
     problem: &K::Problem,
@@ -103,8 +103,8 @@ fn feasible<K: Kernel>(
     each
 }
 
-/// Configs that were measured on this architecture, here or before shipping, each with the precision of its problem. A
-/// result that this version cannot read is named on standard error.
+/// Configs measured on this architecture, locally or shipped, each with the precision of its problem. Prints results
+/// that this version cannot read to standard error.
 fn tuned<'a, K: KernelSuite>(
     arch: &ArchProfile,
     cache: &'a TuneCache,

@@ -1,4 +1,4 @@
-//! Packages of Debian and its relatives.
+//! Installs packages on Debian and its derivatives.
 
 use std::process::Command;
 
@@ -8,7 +8,7 @@ use super::announce;
 use crate::place;
 use report::fail::check;
 
-/// How commands that change the system can be run.
+/// Right to change the system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rights {
     Root,
@@ -17,11 +17,11 @@ enum Rights {
     None,
 }
 
-/// Installs packages, after saying why. `Ok(Err(commands))` when this user may not, or there is no
-/// apt: the commands that a person with the right would type.
+/// Prints the reason, then installs packages. Without the right or without apt, returns `Ok(Err(commands))` with the
+/// commands to run by hand.
 ///
 /// # Errors
-/// When apt itself fails.
+/// apt itself failed.
 pub(super) fn install(packages: &[&str], why: &str) -> Result<Result<(), String>> {
     let by_hand = commands("sudo ", packages);
     let Some(apt) = place::tool("apt-get") else { return Ok(Err(by_hand)) };
@@ -50,7 +50,7 @@ pub(super) fn install(packages: &[&str], why: &str) -> Result<Result<(), String>
     Ok(Ok(()))
 }
 
-/// Which of these packages are not installed; `None` where dpkg does not rule.
+/// Returns the packages that are not installed; `None` on a system without dpkg.
 pub(super) fn absent<'a>(packages: &[&'a str]) -> Option<Vec<&'a str>> {
     let query = place::tool("dpkg-query")?;
     let installed = |package: &str| {
@@ -70,7 +70,7 @@ fn rights() -> Rights {
     if sudo { Rights::Sudo } else { Rights::None }
 }
 
-/// What a person would type.
+/// Commands to run by hand.
 fn commands(sudo: &str, packages: &[&str]) -> String {
     format!(
         "{sudo}apt-get update && {sudo}apt-get install -y --no-install-recommends {}",

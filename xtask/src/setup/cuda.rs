@@ -1,5 +1,5 @@
-//! The CUDA compiler (NVRTC with its headers) and assembler (ptxas): installed, or fetched as the
-//! wheels in which NVIDIA ships them to Python users.
+//! The CUDA compiler (NVRTC with its headers) and assembler (ptxas). Uses an installed toolkit, or downloads the wheels
+//! that NVIDIA publishes for Python.
 
 use std::ffi::OsString;
 use std::fs;
@@ -13,12 +13,11 @@ use super::{Missing, announce, apt, cannot_write};
 use crate::place;
 use report::fail::check;
 
-/// Folder in the user's cache; a change of the pins below gets a new one.
+/// Folder in the user's cache. Change it with the pins below.
 const CACHE: &str = "flashover/cuda-13.0";
 
-/// CUDA 13.0, the oldest release 13: a driver loads PTX of its own release and older, never of a
-/// newer one, so this serves every driver from 580 on. cuobjdump has no wheel of that release and
-/// reads older files.
+/// CUDA 13.0, the oldest release 13. A driver loads PTX of its own release and older, so this version works with every
+/// driver from 580 on. cuobjdump has no wheel of that release; a newer one reads older files.
 const WHEELS: [&str; 6] = [
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-cuda-nvrtc==13.0.88",
@@ -36,7 +35,7 @@ pub(crate) struct CudaHome {
 }
 
 impl CudaHome {
-    /// Takes the folder for a toolkit when compiler, headers and assembler are all there.
+    /// Opens a toolkit folder; fails unless it has compiler, headers and assembler.
     fn open(root: &Path) -> Result<Self, Missing> {
         let libraries = ["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"]
             .iter()
@@ -51,7 +50,7 @@ impl CudaHome {
         Ok(Self { root: root.to_owned(), libraries })
     }
 
-    /// What a program needs in its environment to compile CUDA with this folder.
+    /// Environment variables for a program that compiles CUDA with this folder.
     pub(crate) fn env(&self) -> Result<Vec<(&'static str, OsString)>> {
         Ok(vec![
             ("CUDA_PATH", self.root.clone().into_os_string()),
@@ -60,18 +59,18 @@ impl CudaHome {
     }
 }
 
-/// The toolkit of this machine, or the folder fetched before.
+/// Returns the toolkit of this machine, or the downloaded one.
 pub(super) fn installed() -> Option<CudaHome> {
     let fetched = dirs::cache_dir().map(|cache| cache.join(CACHE));
     place::cuda_roots().into_iter().chain(fetched).find_map(|root| CudaHome::open(&root).ok())
 }
 
-/// What to say when there is none.
+/// Reason to report if there is no toolkit.
 pub(super) fn absent() -> Missing {
     "needs ptxas and NVRTC (no CUDA toolkit was found)".into()
 }
 
-/// As [`installed`]; else fetches the wheels. The inner error is why they cannot be had.
+/// Returns the [`installed`] toolkit or downloads the wheels. The inner error is the reason why they are unavailable.
 pub(super) fn installed_or_fetched() -> Result<Result<CudaHome, Missing>> {
     if let Some(home) = installed() {
         return Ok(Ok(home));
@@ -96,8 +95,8 @@ fn has_pip() -> bool {
     version.is_ok_and(|out| out.status.success())
 }
 
-/// Downloads and unpacks beside the final place, then renames, so that a half-done folder is never
-/// taken for a toolkit. The inner error is a failed download.
+/// Downloads and unpacks into a temporary folder next to the final one, then renames it, so that an incomplete folder
+/// is never used. The inner error is a failed download.
 fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
     let parent = home.parent().context("the cache folder has no parent")?;
     fs::create_dir_all(parent).map_err(|why| cannot_write(parent, &why))?;
@@ -131,11 +130,11 @@ fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
     complete(&root)?;
     CudaHome::open(&root).map_err(|why| check(format!("the wheels do not fit together: {why}")))?;
     if home.exists() {
-        // An earlier fetch that has lost files since.
+        // An earlier download that has since lost files.
         fs::remove_dir_all(home).with_context(|| format!("cannot replace {}", home.display()))?;
     }
     if let Err(error) = fs::rename(&root, home) {
-        // Another xtask may have been first; its folder is as good.
+        // Another xtask may have won the race; its folder is just as good.
         return CudaHome::open(home)
             .map(Ok)
             .map_err(|_| error)
@@ -144,8 +143,7 @@ fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
     Ok(CudaHome::open(home))
 }
 
-/// What unpacking a wheel leaves out: the right to execute, and the names by which libraries are
-/// loaded.
+/// Adds what unpacking a wheel leaves out: execute permissions, and the names that libraries are loaded by.
 fn complete(root: &Path) -> Result<()> {
     for program in list(&root.join("bin"))?.into_iter().filter(|file| file.is_file()) {
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
@@ -156,14 +154,14 @@ fn complete(root: &Path) -> Result<()> {
         symlink(&nvrtc, lib.join("libnvrtc.so"))?;
     }
     symlink("lib", root.join("lib64"))?;
-    // Releases from 13.3 on have these headers one level up.
+    // Releases from 13.3 on put these headers one level up.
     if !root.join("include/cccl").exists() {
         symlink(".", root.join("include/cccl"))?;
     }
     Ok(())
 }
 
-/// Whether there is a file that is not empty, as one is after a disk was full.
+/// True if the file exists and is not empty; a full disk leaves empty files.
 fn has_bytes(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|meta| meta.len() > 0)
 }
@@ -191,7 +189,7 @@ fn list(dir: &Path) -> Result<Vec<PathBuf>> {
 mod tests {
     use super::*;
 
-    /// A tree as the wheels unpack it.
+    /// A tree like that of unpacked wheels.
     fn unpacked() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for file in [

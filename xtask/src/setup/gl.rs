@@ -1,4 +1,4 @@
-//! A GL driver, which backend `webgpu` (WGSL on a native device) runs on where there is no GPU.
+//! The GL driver. Backend `webgpu` (WGSL on a native device) needs one on a machine without a GPU.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use anyhow::Result;
 use super::{Missing, announce, apt, has_library};
 use crate::place;
 
-/// Mesa's software driver and what loads it.
+/// Mesa's software driver and its loaders.
 const PACKAGES: [&str; 4] = ["libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libgles2"];
 
-/// Whether a GL device can be opened, else what it needs.
+/// Checks that a GL device can be opened, or returns what is missing.
 pub(super) fn present() -> Result<(), Missing> {
     if !has_library("libEGL.so.1") {
         return Err("needs libEGL.so.1 (Debian package libegl1)".into());
@@ -24,7 +24,7 @@ pub(super) fn present() -> Result<(), Missing> {
     }
 }
 
-/// Installs Mesa when no driver is there and this user may.
+/// Installs Mesa if there is no driver and this user may.
 pub(super) fn prepare() -> Result<Result<(), Missing>> {
     let Err(reason) = present() else { return Ok(Ok(())) };
     match apt::install(&PACKAGES, &format!("backend webgpu {reason}"))? {
@@ -36,7 +36,7 @@ pub(super) fn prepare() -> Result<Result<(), Missing>> {
     }
 }
 
-/// Mesa's drivers: one file each until release 24.2, one shared library since.
+/// Checks for Mesa's drivers: one file each up to release 24.2, one shared library since.
 fn has_mesa(library_dir: &Path) -> bool {
     if library_dir.join("dri/swrast_dri.so").exists() {
         return true;

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Written by `cargo xtask`: lets tracel-llvm-bundler use the LLVM of this machine.
-# The bundler would turn a library's path into a wrong name and link every target. Debian lists
-# Polly and ships it elsewhere; nothing here uses it.
+# Library paths become -l names, because the bundler derives wrong names from paths. Unused targets
+# are dropped, because it would link all of them. Polly is dropped, because nothing uses it and
+# Debian ships it in another package.
 real=@REAL@
 case " $* " in
   *" --system-libs "*)

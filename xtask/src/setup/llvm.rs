@@ -1,8 +1,8 @@
-//! The LLVM that the CUDA and CPU back ends of CubeCL link.
+//! The LLVM that CubeCL's CUDA and CPU back ends link.
 //!
-//! Their build dependency `tracel-llvm-bundler` downloads a prebuilt LLVM into a folder of the
-//! user. Where that download cannot be reached, the folder is filled with a script in place of
-//! `llvm-config` that forwards to the distribution's LLVM.
+//! Their build dependency `tracel-llvm-bundler` downloads a prebuilt LLVM into a folder of the user. If the download is
+//! unreachable, xtask fills the folder with a stand-in for `llvm-config`. This script forwards to the distribution's
+//! LLVM.
 
 use std::fs;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -17,15 +17,15 @@ use super::{announce, apt, cannot_write};
 use crate::place;
 use report::fail::usage;
 
-/// Release that the pinned CubeCL asks for.
+/// LLVM release of the pinned CubeCL.
 const RELEASE: &str = "23.1.0-4";
 const DOWNLOADS: &str = "https://github.com/tracel-ai/tracel-llvm/releases/download";
-/// The file whose presence tells the bundler that the folder is complete.
+/// File that marks the folder as complete for the bundler.
 const SENTINEL: &str = ".tracel-llvm-installed";
-/// LLVM versions of a distribution that serve, best tested first.
+/// LLVM versions of a distribution that work, best tested first.
 const VERSIONS: [u32; 2] = [22, 23];
 
-/// Makes sure that the next build finds an LLVM, or can download one.
+/// Makes sure that the next build finds an LLVM or can download one.
 pub(super) fn prepare() -> Result<()> {
     let data = dirs::data_local_dir().context("this user has no folder for local data")?;
     let folder = data.join(format!("tracel/tracel-llvm-{RELEASE}"));
@@ -33,7 +33,7 @@ pub(super) fn prepare() -> Result<()> {
         if runs(&folder.join("bin/llvm-config")) {
             return Ok(());
         }
-        // The bundler would believe the folder, whatever is in it.
+        // The bundler trusts the folder without checking it.
         announce(&format!("{} holds no LLVM that runs; it is made anew", folder.display()));
         fs::remove_dir_all(&folder).map_err(|why| cannot_write(&folder, &why))?;
     }
@@ -47,13 +47,13 @@ pub(super) fn prepare() -> Result<()> {
     Ok(())
 }
 
-/// Whether this `llvm-config` tells its version: a link may dangle, a stand-in forward to nothing.
+/// True if this `llvm-config` prints its version. A symlink may dangle, or a stand-in forward to nothing.
 fn runs(config: &Path) -> bool {
     let asked = Command::new(config).arg("--version").output();
     asked.is_ok_and(|out| out.status.success() && !out.stdout.trim_ascii().is_empty())
 }
 
-/// Name that the bundler gives to the first file it downloads.
+/// Name of the first file that the bundler downloads.
 fn checksum_file() -> Result<String> {
     let os = match std::env::consts::OS {
         "linux" => "linux",
@@ -64,8 +64,7 @@ fn checksum_file() -> Result<String> {
     Ok(format!("{os}-{arch}.checksums.json"))
 }
 
-/// Asks for the headers of a download with whichever of curl and wget is there. Without either, a
-/// host that takes a connection is taken to serve the file.
+/// Requests the headers of a download with curl or wget. Without both, only checks that the host accepts a connection.
 fn can_download(url: &str) -> bool {
     let ask = |program: &str, args: &[&str]| {
         Command::new(program).args(args).arg(url).output().is_ok_and(|out| out.status.success())
@@ -79,7 +78,7 @@ fn can_download(url: &str) -> bool {
     }
 }
 
-/// Whether the host of this address takes a connection within ten seconds.
+/// True if the host of this address accepts a connection within ten seconds.
 fn connects(url: &str) -> bool {
     let host = url.split('/').nth(2).unwrap_or_default();
     let authority = if host.contains(':') { host.to_owned() } else { format!("{host}:443") };
@@ -87,7 +86,7 @@ fn connects(url: &str) -> bool {
     addresses.any(|address| TcpStream::connect_timeout(&address, Duration::from_secs(10)).is_ok())
 }
 
-/// `llvm-config` of the distribution, installed when it is missing and this user may.
+/// Returns `llvm-config` of the distribution, which it installs if it is missing and this user may.
 fn distribution_llvm() -> Result<PathBuf> {
     let version = VERSIONS.into_iter().find(|v| config_of(*v).exists()).unwrap_or(VERSIONS[0]);
     let llvm_dev = format!("llvm-{version}-dev");
@@ -97,7 +96,7 @@ fn distribution_llvm() -> Result<PathBuf> {
     let real = config_of(version);
     let absent = match apt::absent(&packages) {
         Some(absent) => absent,
-        // Not Debian: an LLVM of the right version is taken as it is.
+        // Not Debian: uses an LLVM of the right version without checks.
         None if real.exists() => Vec::new(),
         None => packages.to_vec(),
     };
@@ -121,7 +120,7 @@ fn config_of(version: u32) -> PathBuf {
     PathBuf::from(format!("/usr/lib/llvm-{version}/bin/llvm-config"))
 }
 
-/// Script first, sentinel last: what is left by a crash in between is not taken for complete.
+/// Writes the script first and the sentinel last, so that a crash in between leaves the folder incomplete.
 fn write_folder(folder: &Path, real: &Path) -> Result<()> {
     let bin = folder.join("bin");
     let write = || -> std::io::Result<()> {
@@ -134,7 +133,7 @@ fn write_folder(folder: &Path, real: &Path) -> Result<()> {
     write().map_err(|why| cannot_write(folder, &why))
 }
 
-/// The stand-in for `llvm-config`, keeping the targets that the back ends use.
+/// The stand-in for `llvm-config`. It keeps only the targets that the back ends use.
 fn script(real: &Path) -> String {
     let host = if cfg!(target_arch = "aarch64") { "AArch64" } else { "X86" };
     include_str!("llvm-config.sh")
@@ -146,8 +145,8 @@ fn script(real: &Path) -> String {
 mod tests {
     use super::*;
 
-    /// Waits until no process holds `program` open for writing. A process that another test starts
-    /// holds what is being written until it executes; Linux runs no program that is held so.
+    /// Waits until no process has `program` open for writing. A child that another test starts inherits open files
+    /// until it executes, and Linux does not run a file that is open for writing.
     fn released(program: &Path) {
         let busy = |why: std::io::Error| why.kind() == std::io::ErrorKind::ExecutableFileBusy;
         while Command::new(program).output().is_err_and(busy) {
@@ -155,7 +154,7 @@ mod tests {
         }
     }
 
-    /// Runs the stand-in over a fake llvm-config that prints what Debian's prints.
+    /// Runs the stand-in on a fake llvm-config with Debian's output.
     fn stand_in(args: &[&str]) -> String {
         let dir = tempfile::tempdir().unwrap();
         let real = dir.path().join("real-llvm-config");

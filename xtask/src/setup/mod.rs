@@ -1,8 +1,8 @@
-//! What must be on the machine before the programs can be built and run.
+//! Prepares the machine for building and running the programs.
 //!
-//! A step looks first and changes the machine only when something is missing, after one line that
-//! says so. What a build cannot do without is an error with the commands that mend it; what only
-//! some checks need comes back as a [`Missing`] reason, for the caller to print as skipped.
+//! Each step first checks. It changes the machine only if something is missing, and announces that in one line. A
+//! missing requirement of the build is an error with the commands to fix it. A requirement of some checks only is
+//! returned as a [`Missing`] reason, which the caller prints as skipped.
 
 mod apt;
 mod cuda;
@@ -21,36 +21,36 @@ pub(crate) use cuda::CudaHome;
 
 use crate::place::{self, Place};
 
-/// A reason why an optional part is absent: `needs ptxas (no network)`.
+/// Reason why an optional part is missing: `needs ptxas (no network)`.
 pub(crate) type Missing = String;
 
-/// When CUDA tools are fetched for a machine that lacks them.
+/// Policy for downloading CUDA tools that are not installed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cuda {
-    /// Use an installed toolkit; fetch nothing.
+    /// Use an installed toolkit; download nothing.
     Installed,
-    /// Fetch the compiler when there is an NVIDIA driver that could run its output.
+    /// Download the compiler if an NVIDIA driver can run its output.
     WithDriver,
-    /// Fetch compiler and assembler on any machine.
+    /// Download compiler and assembler on any machine.
     Always,
 }
 
-/// The optional parts that a command wants.
+/// Optional parts that a command wants.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wants {
     pub(crate) cuda: Cuda,
-    /// A GL driver, which backend `webgpu` runs on.
+    /// A GL driver, for backend `webgpu`.
     pub(crate) gl: bool,
 }
 
-/// What came of the optional parts.
+/// State of the optional parts.
 #[derive(Debug)]
 pub(crate) struct Ready {
     pub(crate) cuda: Result<CudaHome, Missing>,
     pub(crate) gl: Result<(), Missing>,
 }
 
-/// Prepares the machine. With a bundle nothing is installed or fetched.
+/// Prepares the machine. In a bundle, nothing is installed or downloaded.
 pub(crate) fn prepare(place: &Place, wants: Wants) -> Result<Ready> {
     if let Place::Bundle(_) = place {
         return Ok(Ready { cuda: cuda::installed().ok_or_else(cuda::absent), gl: gl::present() });
@@ -68,7 +68,7 @@ pub(crate) fn prepare(place: &Place, wants: Wants) -> Result<Ready> {
     Ok(Ready { cuda, gl })
 }
 
-/// Refuses a backend that was asked for by name and whose driver is nowhere, before anything is built.
+/// Refuses an explicitly named backend without a driver, before anything is built.
 pub(crate) fn check_drivers(selection: &Selection) -> Result<()> {
     match absent_driver(selection, has_library) {
         None => Ok(()),
@@ -79,7 +79,7 @@ pub(crate) fn check_drivers(selection: &Selection) -> Result<()> {
     }
 }
 
-/// What the named backends load, as the loader calls it, and what brings it.
+/// First named backend whose driver library is missing, with the library and the fix.
 fn absent_driver(
     selection: &Selection,
     has: impl Fn(&str) -> bool,
@@ -100,12 +100,12 @@ fn absent_driver(
     drivers.into_iter().find(|(backend, library, _)| list.contains(backend) && !has(library))
 }
 
-/// Says what a step is about to do to the machine.
+/// Announces a change to the machine.
 fn announce(what: &str) {
     eprintln!("setup: {what}");
 }
 
-/// A folder of this user that takes no file.
+/// Error for a folder that is not writable.
 fn cannot_write(folder: &Path, why: &io::Error) -> anyhow::Error {
     usage(
         format!("cannot write {}: {why}", folder.display()),
@@ -114,12 +114,12 @@ fn cannot_write(folder: &Path, why: &io::Error) -> anyhow::Error {
     )
 }
 
-/// Build scripts compile C and C++.
+/// Installs C and C++ compilers, which build scripts call.
 fn toolchain() -> Result<()> {
     let absent: Vec<_> = place::compilers()
         .into_iter()
         .filter(|(compiler, _)| {
-            // `CC` may hold options or a wrapper after the program's name.
+            // `CC` may contain a wrapper or options after the program name.
             let text = compiler.to_string_lossy();
             let program = text.split_whitespace().next().unwrap_or_default();
             !Path::new(program).is_file() && place::tool(program).is_none()
@@ -136,7 +136,7 @@ fn toolchain() -> Result<()> {
     }
 }
 
-/// `bundle` packs with xz.
+/// Installs xz, which `bundle` packs with.
 pub(crate) fn ensure_xz() -> Result<()> {
     if place::tool("xz").is_some() {
         return Ok(());
@@ -147,7 +147,7 @@ pub(crate) fn ensure_xz() -> Result<()> {
     }
 }
 
-/// Whether the loader would find a shared library of this name.
+/// True if the loader finds a shared library of this name.
 fn has_library(name: &str) -> bool {
     if place::library_dirs().iter().any(|dir| dir.join(name).exists()) {
         return true;

@@ -1,4 +1,4 @@
-//! `cargo xtask tidy`: the rules of the project that no compiler checks.
+//! `cargo xtask tidy`: checks the rules of the project that no compiler checks.
 
 mod rules;
 
@@ -21,7 +21,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// Checks every file that is tracked, or would be with the next commit; returns how many.
+/// Checks every file that is tracked or would be with the next commit. Returns their number.
 pub(crate) fn check_tree(root: &Path) -> Result<usize> {
     let files = tracked(root)?;
     let mut findings = rules::top_level(&files);
@@ -34,7 +34,7 @@ pub(crate) fn check_tree(root: &Path) -> Result<usize> {
             continue;
         }
         let bytes = fs::read(&path).with_context(|| file.clone())?;
-        // What is no text has no lines to check.
+        // Binary files have no lines to check.
         if let Ok(text) = String::from_utf8(bytes) {
             findings.extend(rules::lines(file, &text));
         }
@@ -45,7 +45,7 @@ pub(crate) fn check_tree(root: &Path) -> Result<usize> {
     Err(check(format!("{} rules are broken:\n{}", findings.len(), findings.join("\n"))))
 }
 
-/// Paths from the root, without those deleted since the last commit.
+/// Paths relative to the root, without files deleted since the last commit.
 fn tracked(root: &Path) -> Result<Vec<String>> {
     let output = Command::new("git")
         .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -61,7 +61,7 @@ fn tracked(root: &Path) -> Result<Vec<String>> {
     Ok(names.split('\0').filter(there).map(str::to_owned).collect())
 }
 
-/// Names of the packages that each of ours depends on, by package.
+/// Direct dependencies of each of our packages, by package name.
 fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     #[derive(Deserialize)]
     struct Metadata {

@@ -1,10 +1,10 @@
-//! The rules themselves, as functions of names and text.
+//! The rules, as functions of names and text.
 //!
-//! What a rule looks for is put together from pieces, so that these lines do not break it.
+//! Patterns are concatenated from pieces, so that this file does not break its own rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// All that is visible in the root.
+/// All visible entries of the root.
 const TOP_LEVEL: [&str; 10] = [
     "Cargo.lock",
     "Cargo.toml",
@@ -25,13 +25,13 @@ const OPTIONAL_PARTS: [&str; 3] = [
     "crates/flashover/src/engine/builder.rs",
 ];
 
-/// Largest tracked file, in bytes.
+/// Maximum size of a tracked file, in bytes.
 const SIZE: u64 = 2 << 20;
 
-/// What every clone carries all the same, and how large it may be: the demo model answers without a download.
+/// Exception to [`SIZE`] with its own limit: the demo model works without a download.
 const CARRIED: (&str, u64) = ("models/demo/model.safetensors", 12 << 20);
 
-/// Package, and what it must not depend on: the absences that keep the crate graph acyclic.
+/// Forbidden dependencies by package. They keep the layers apart.
 const FORBIDDEN_DEPENDENCIES: [(&str, &[&str]); 9] = [
     ("quant", &["checkpoint", "record", "arch", "cubecl", "burn"]),
     ("reference", &["kernels", "tune", "arch", "cubecl", "burn"]),
@@ -44,7 +44,7 @@ const FORBIDDEN_DEPENDENCIES: [(&str, &[&str]); 9] = [
     ("xtask", &["burn", "cubecl", "arch", "tune", "kernels", "models", "flashover"]),
 ];
 
-/// Hosts that name one registry or mirror, where a program should let its tool choose.
+/// Hosts of single registries or mirrors. Programs should leave that choice to their tools.
 const HOSTS: [&str; 7] = [
     concat!("crates", ".io"),
     concat!("pypi", ".org"),
@@ -55,11 +55,11 @@ const HOSTS: [&str; 7] = [
     concat!("archive.", "ubuntu.com"),
 ];
 
-/// Folders of one machine.
+/// Prefixes of paths that exist on one machine only.
 const FOLDERS: [&str; 4] =
     [concat!("/", "home/"), concat!("/", "root"), concat!("/", "work/"), concat!("/", "Users/")];
 
-/// The visible top level is exactly as agreed; tool settings are dotfiles.
+/// Checks that the visible top level is exactly [`TOP_LEVEL`]. Tool settings are dotfiles.
 pub(super) fn top_level(files: &[String]) -> Vec<String> {
     let found: BTreeSet<&str> = files
         .iter()
@@ -72,14 +72,14 @@ pub(super) fn top_level(files: &[String]) -> Vec<String> {
     extra.chain(absent).collect()
 }
 
-/// Files that a clone should not have to carry.
+/// Checks the size of a file that every clone downloads.
 pub(super) fn size(file: &str, bytes: u64) -> Option<String> {
     let (carried, own) = CARRIED;
     let most = if file == carried { own } else { SIZE };
     (bytes > most).then(|| format!("{file}: {bytes} bytes, over {most}"))
 }
 
-/// Nothing depends on what it must not know.
+/// Checks [`FORBIDDEN_DEPENDENCIES`].
 pub(super) fn dependencies(packages: &BTreeMap<String, Vec<String>>) -> Vec<String> {
     let mut findings = Vec::new();
     for (package, forbidden) in FORBIDDEN_DEPENDENCIES {
@@ -92,7 +92,7 @@ pub(super) fn dependencies(packages: &BTreeMap<String, Vec<String>>) -> Vec<Stri
     findings
 }
 
-/// All rules about single lines of one file.
+/// Checks the single lines of one file.
 pub(super) fn lines(file: &str, text: &str) -> Vec<String> {
     let rust = file.ends_with(".rs");
     let mut findings = Vec::new();
@@ -143,7 +143,7 @@ fn source_line(file: &str, line: &str, found: &mut impl FnMut(&str)) {
     }
 }
 
-/// An absolute path: what stands before the slash is no part of a longer relative one.
+/// True if the line contains `folder` as an absolute path, not as part of a longer relative one.
 fn mentions_folder(line: &str, folder: &str) -> bool {
     let part = |c: char| c.is_alphanumeric() || "._-~})>*]".contains(c);
     line.match_indices(folder).any(|(at, _)| {

@@ -1,4 +1,4 @@
-//! Bar chart: each case with its peers, one bar each, as SVG.
+//! Bar chart as SVG: one bar per case, plus one per peer.
 
 use maud::{Markup, html};
 use record::Record;
@@ -6,22 +6,23 @@ use record::Record;
 use super::format::{digits, ratio, tokens_per_second};
 
 const WIDTH: f64 = 860.0;
-/// Left edge of the bars; the names of the series stand before it.
+/// Left edge of the bars, in pixels; the names of the series are left of it.
 const LEFT: f64 = 90.0;
-/// Room after the longest bar for its figure.
+/// Space right of the longest bar for its value, in pixels.
 const RIGHT: f64 = 190.0;
 const BAR: f64 = 15.0;
 const TITLE: f64 = 20.0;
 const GAP: f64 = 12.0;
-/// Series colours in the style sheet.
+/// Number of series colours in the style sheet.
 const COLOURS: usize = 6;
 
-/// What the length of a bar stands for.
+/// Quantity that a bar shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     Tflops,
     Gbps,
-    /// Of the cases of a model, which are prompts, steps or requests: one is orders of magnitude from another.
+    /// For model cases of one op: prompt, generate or request. Each op has its own chart, because their rates differ by
+    /// orders of magnitude.
     Tokens(&'static str),
 }
 
@@ -42,7 +43,7 @@ impl Unit {
         }
     }
 
-    /// What a chart of it shows.
+    /// Title of the chart.
     pub(super) fn title(self) -> String {
         match self {
             Self::Tokens(op) => format!("{}, {op}, ours and peers", self.name()),
@@ -50,8 +51,7 @@ impl Unit {
         }
     }
 
-    /// Whether a case is described by this unit: a model's by its tokens, arithmetic by its rate, copies by bytes
-    /// moved.
+    /// True if this unit describes the case: tokens for a model, TFLOP/s for arithmetic, GB/s for copies.
     fn describes(self, record: &Record) -> bool {
         match self {
             Self::Tokens(op) => record.op == op,
@@ -61,7 +61,7 @@ impl Unit {
         }
     }
 
-    /// Rate of a launch that took this long. Work per nanosecond is giga-work per second.
+    /// Rate of a launch that took `nanos` nanoseconds. Work per nanosecond is giga-work per second.
     fn rate(self, record: &Record, nanos: f64) -> f64 {
         match self {
             Self::Tflops => record.flops as f64 / nanos / 1e3,
@@ -81,7 +81,7 @@ struct Bar<'a> {
     note: String,
 }
 
-/// All measured cases that this unit describes; `None` when there is none.
+/// Draws all measured cases in this unit; `None` if there are none.
 pub(super) fn bars(records: &[Record], unit: Unit) -> Option<Markup> {
     let measured = |r: &&Record| r.median_ns.is_some_and(|m| m > 0.0) && unit.describes(r);
     let records: Vec<_> = records.iter().filter(measured).collect();
@@ -115,7 +115,7 @@ pub(super) fn bars(records: &[Record], unit: Unit) -> Option<Markup> {
     })
 }
 
-/// Our bar, then one per peer; the colour of a peer is the same in every group.
+/// Our bar, then one bar per peer. A peer has the same colour in every group.
 fn group<'a>(record: &'a Record, peers: &[&'a str], unit: Unit) -> Vec<Bar<'a>> {
     let Some(ours) = record.median_ns else { return Vec::new() };
     let own =
@@ -145,7 +145,7 @@ fn draw(bar: &Bar, y: f64, scale: f64, unit: Unit) -> Markup {
     }
 }
 
-/// A coordinate with one decimal.
+/// Formats a coordinate with one decimal.
 pub(super) fn px(value: f64) -> String {
     format!("{value:.1}")
 }
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_peer_keeps_its_colour() {
-        // burn is drawn for three cases, cubek for one.
+        // The sample has burn for three cases and cubek for one.
         let svg = svg(Unit::Tflops);
         assert_eq!(svg.matches("class=\"c1\"").count(), 3);
         assert_eq!(svg.matches("class=\"c2\"").count(), 1);

@@ -1,4 +1,4 @@
-//! The report as data, for scripts.
+//! Renders the report as data for scripts.
 
 use anyhow::Result;
 use record::{Record, SCHEMA};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::stream::Column;
 
-/// One object: cards, records, and what has no record.
+/// One JSON object with cards, records, and cases without a record.
 pub(crate) fn json(run: &[Column]) -> Result<String> {
     let cards: Vec<_> = run.iter().filter_map(|column| column.card.as_ref()).collect();
     let records: Vec<_> = run.iter().flat_map(|column| &column.records).collect();
@@ -60,7 +60,7 @@ const COLUMNS: [&str; 28] = [
     "date",
 ];
 
-/// One line per record, failed ones too; objects stand as JSON in their cell.
+/// CSV with one line per record, including failed ones. Objects are written as JSON.
 pub(crate) fn csv(run: &[Column]) -> Result<String> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     writer.write_record(COLUMNS)?;
@@ -70,7 +70,7 @@ pub(crate) fn csv(run: &[Column]) -> Result<String> {
     Ok(String::from_utf8(writer.into_inner()?)?)
 }
 
-/// The cells of a record, taken by name from its JSON so that both formats say the same.
+/// Cells of a record, taken by name from its JSON so that both formats agree.
 fn cells(record: &Record) -> Result<Vec<String>> {
     let fields = serde_json::to_value(record)?;
     let cell = |name: &&str| match (*name, fields.get(*name)) {

@@ -1,4 +1,4 @@
-//! Numbers and names as people read them.
+//! Formats numbers and names for people.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use quant::WeightFormat;
 use record::{Card, Record};
 use serde_json::Value;
 
-/// Three significant digits, without an exponent for anything that was ever measured.
+/// Formats three significant digits. Values from 1e-5 up to 1e9 have no exponent.
 pub fn digits(value: f64) -> String {
     let magnitude = value.abs();
     if magnitude == 0.0 || !value.is_finite() {
@@ -19,28 +19,28 @@ pub fn digits(value: f64) -> String {
     format!("{value:.*}", (3 - before_point).max(0) as usize)
 }
 
-/// Nanoseconds as milliseconds, without the unit.
+/// Formats nanoseconds as milliseconds, without the unit.
 pub(crate) fn millis(nanos: f64) -> String {
     digits(nanos / 1e6)
 }
 
-/// A share of one as a percentage.
+/// Formats a fraction as a percentage.
 pub(crate) fn percent(share: f64) -> String {
     let value = share * 100.0;
     if value < 10.0 { format!("{value:.1}%") } else { format!("{value:.0}%") }
 }
 
-/// An error of a result, where only the order of magnitude matters.
+/// Formats the error of a result with two digits; only its order of magnitude matters.
 pub fn error(value: f64) -> String {
     if value == 0.0 { "0".into() } else { format!("{value:.1e}") }
 }
 
-/// How many times.
+/// Formats a ratio: `1.62x`.
 pub(crate) fn ratio(value: f64) -> String {
     if value < 1e6 { format!("{value:.2}x") } else { digits(value) + "x" }
 }
 
-/// The rate that describes the case: tokens of a model, else arithmetic where there is any, else bytes moved.
+/// Rate that describes the case: tokens/s for a model, TFLOP/s for arithmetic, else GB/s.
 pub(crate) fn rate(record: &Record) -> String {
     if let Some(tokens) = tokens_per_second(record) {
         return format!("{} tokens/s", digits(tokens));
@@ -52,8 +52,8 @@ pub(crate) fn rate(record: &Record) -> String {
     }
 }
 
-/// Of all sequences together, those generated. A generated token is timed by itself, a prompt, a request or a step of
-/// training as a whole.
+/// Tokens per second over all sequences; `None` for other cases. A generated token is timed alone, but a prompt, a
+/// request or a training step as a whole.
 pub(crate) fn tokens_per_second(record: &Record) -> Option<f64> {
     let number = |name| record.params.get(name).and_then(Value::as_f64);
     let batch = number("batch").unwrap_or(1.0);
@@ -65,19 +65,18 @@ pub(crate) fn tokens_per_second(record: &Record) -> Option<f64> {
     Some(tokens * batch / record.median_ns? * 1e9)
 }
 
-/// Requests that are answered in a second, of all sequences together.
+/// Completed requests per second, over all sequences.
 pub(crate) fn requests_per_second(record: &Record) -> Option<f64> {
     let batch = record.params.get("batch").and_then(Value::as_f64).unwrap_or(1.0);
     (record.op == "request").then_some(batch / record.median_ns? * 1e9)
 }
 
-/// Bytes as GiB.
+/// Converts bytes to GiB.
 pub(crate) fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-/// `1.62x burn, 0.98x cubek`: how many times faster we are than each, and by which clock where it was
-/// not ours.
+/// Formats our speedup over each peer: `1.62x burn, 0.98x cubek`. Adds the clock of the peer if it differs from ours.
 pub(crate) fn peers(record: &Record) -> String {
     let Some(median) = record.median_ns else { return String::new() };
     let clock = |name: &String| record.peer_clocks.get(name).map(|c| format!(" ({c} clock)"));
@@ -87,7 +86,7 @@ pub(crate) fn peers(record: &Record) -> String {
     record.peers.iter().map(of).collect::<Vec<_>>().join(", ")
 }
 
-/// `tile_m=128 stages=3`; whatever is no flat object is shown as JSON.
+/// Formats a config as `tile_m=128 stages=3`. A value that is not an object is shown as JSON.
 pub(crate) fn config(config: Option<&Value>) -> String {
     match config {
         None | Some(Value::Null) => String::new(),
@@ -103,7 +102,7 @@ pub(crate) fn config(config: Option<&Value>) -> String {
     }
 }
 
-/// The config and where it came from.
+/// Formats the config and its source.
 pub(crate) fn config_and_source(record: &Record) -> String {
     let config = config(record.config.as_ref());
     match &record.config_source {
@@ -113,7 +112,7 @@ pub(crate) fn config_and_source(record: &Record) -> String {
     }
 }
 
-/// Element type of a case, for a column of its own.
+/// Dtype of a case, for its own column.
 pub(crate) fn dtype(params: &BTreeMap<String, Value>) -> String {
     params
         .get("dtype")
@@ -121,7 +120,7 @@ pub(crate) fn dtype(params: &BTreeMap<String, Value>) -> String {
         .unwrap_or_default()
 }
 
-/// What a product or a model computes in; where its weights are quantised, their format first: `nf4 (bf16)`.
+/// Compute dtype of a matmul or model; with quantised weights, their format first: `nf4 (bf16)`.
 pub(crate) fn precision(record: &Record) -> String {
     let dtype = dtype(&record.params);
     let weights = match record.op.as_str() {
@@ -134,14 +133,14 @@ pub(crate) fn precision(record: &Record) -> String {
     }
 }
 
-/// The case without its element type.
+/// Name of the case without its dtype.
 pub(crate) fn shape(record: &Record) -> String {
     let mut params = record.params.clone();
     params.remove("dtype");
     record::case_name(&record.op, &params)
 }
 
-/// What must be known about a device to read its figures, as (name, value).
+/// Facts about a device that are needed to read its figures, as (name, value).
 pub(crate) fn facts(card: &Card) -> Vec<(&'static str, String)> {
     let pairs = |map: &BTreeMap<String, String>| {
         map.iter().map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")

@@ -1,4 +1,4 @@
-//! One self-contained page: cards, charts and tables; every text is escaped by the template.
+//! Renders a self-contained page with cards, charts and tables. The template escapes every text.
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
@@ -11,7 +11,7 @@ use crate::stream::Column;
 
 const STYLE: &str = include_str!("page.css");
 
-/// The page of a run; `comparison` is shown first when there is one.
+/// Renders the page of a run; `comparison`, if there is one, comes first.
 pub(crate) fn page(run: &[Column], comparison: Option<&Table>) -> String {
     let date = run.iter().find_map(|column| Some(column.card.as_ref()?.date.as_str()));
     html! {
@@ -102,7 +102,7 @@ fn list(title: &str, entries: Vec<(String, String)>) -> Markup {
 }
 
 fn grid(table: &Table) -> Markup {
-    // A longer text breaks into lines, of at least a readable width.
+    // Long text wraps, at a readable minimum width.
     let class = |i: usize, text: &str| match table.columns()[i].1 {
         Align::Left if text.len() > 20 => "left long",
         Align::Left => "left",

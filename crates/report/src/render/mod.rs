@@ -1,4 +1,4 @@
-//! Tables, data formats and the HTML page of a run.
+//! Renders a run as tables, data formats and an HTML page.
 
 mod chart;
 mod data;

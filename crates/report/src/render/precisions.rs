@@ -1,4 +1,4 @@
-//! One product in several precisions, side by side.
+//! Table of matmuls with a column per precision.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,11 +9,11 @@ use record::{DTYPES, Record};
 use super::format::{millis, precision};
 use super::table::{Align, Table};
 
-/// A product has a row when it was measured in so many.
+/// Minimum number of precisions for which a matmul gets a row.
 const FEWEST: usize = 3;
 
-/// One row per product, one column per precision, medians. Where a product was measured twice in one precision, the
-/// first counts.
+/// Table of medians with one row per matmul and one column per precision. If a matmul was measured twice in one
+/// precision, the first record counts.
 pub(crate) fn precisions(records: &[Record]) -> Table {
     let mut order = Vec::new();
     let mut medians: BTreeMap<String, BTreeMap<String, f64>> = BTreeMap::new();
@@ -39,19 +39,19 @@ pub(crate) fn precisions(records: &[Record]) -> Table {
     table
 }
 
-/// The place of a precision among columns; those that begin alike stand together.
+/// Sort key of a precision: unquantised dtypes first, then weight formats from wide to narrow.
 fn place(precision: &str) -> (usize, Option<Reverse<u32>>) {
     let dtype = DTYPES.iter().position(|dtype| precision.starts_with(dtype));
     let format = precision.split(' ').next().and_then(|name| name.parse::<WeightFormat>().ok());
     (dtype.unwrap_or(DTYPES.len()), format.map(|format| Reverse(format.bits())))
 }
 
-/// What a product computes, whatever its precision: `4096x4096x4096 lhs=row rhs=col`.
+/// Name of a matmul without its precision: `4096x4096x4096 lhs=row rhs=col`.
 fn product(record: &Record) -> Option<String> {
     let mut params = record.params.clone();
     match record.op.as_str() {
         "matmul" => {}
-        // The weight is `[n, k]`, as that of a linear layer.
+        // The weight is `[n, k]`, like that of a linear layer.
         op if op.parse::<WeightFormat>().is_ok() => {
             params.retain(|name, _| !matches!(name.as_str(), "block_size" | "nested" | "order"));
             params.extend([("lhs", "row"), ("rhs", "col")].map(|(k, v)| (k.to_owned(), v.into())));

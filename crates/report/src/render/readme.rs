@@ -1,4 +1,4 @@
-//! The tables of benches/README.md.
+//! Renders the tables of benches/README.md.
 
 use record::Record;
 
@@ -7,8 +7,8 @@ use super::precisions::precisions;
 use super::requests::{is_request, requests};
 use super::table::{Align, Style, Table};
 
-/// Renders committed records as Markdown: cases, then requests to models, or matmuls with a column per precision. `None`
-/// when there is nothing to show.
+/// Renders committed records as Markdown: a table of cases, then one of requests. With `by_precision`, renders matmuls
+/// with a column per precision instead. Returns `None` if there is nothing to show.
 pub fn readme(records: &[Record], by_precision: bool) -> Option<String> {
     let tables = match by_precision {
         true => vec![precisions(records)],
@@ -22,7 +22,7 @@ pub fn readme(records: &[Record], by_precision: bool) -> Option<String> {
     (!shown.is_empty()).then(|| shown.join("\n"))
 }
 
-/// One row per case that is no request.
+/// Table of cases, without requests.
 fn cases(records: &[Record]) -> Table {
     let mut table = Table::new([
         ("case", Align::Left),

@@ -1,4 +1,4 @@
-//! Requests to models: what they cost whoever serves them.
+//! Table of requests to models: latency, throughput and memory.
 
 use record::Record;
 use serde_json::Value;
@@ -8,15 +8,15 @@ use super::format::{
 };
 use super::table::{Align, Table};
 
-/// The parameters that have a column.
+/// Parameters with their own column.
 const COLUMNS: [&str; 6] = ["model", "dtype", "quant", "prompt", "tokens", "batch"];
 
-/// Whether a record belongs here and not among the cases of kernels.
+/// True if the record is a request, not a kernel case.
 pub(crate) fn is_request(record: &Record) -> bool {
     record.op == "request"
 }
 
-/// One row per measured request: how fast it is answered, and how many are.
+/// One row per measured request: latency, tokens/s and requests/s.
 pub(crate) fn requests(records: &[Record]) -> Table {
     let mut table = Table::new([
         ("model", Align::Left),
@@ -39,10 +39,10 @@ pub(crate) fn requests(records: &[Record]) -> Table {
             Some(other) => other.to_string(),
             None => String::new(),
         };
-        // What has no column of its own tells two requests to one model apart.
+        // Parameters without a column distinguish requests to the same model.
         let mut rest = record.params.clone();
         rest.retain(|name, _| !COLUMNS.contains(&name.as_str()));
-        // A record of one sequence names no batch.
+        // A record of one sequence has no `batch`.
         let batch = if record.params.contains_key("batch") { param("batch") } else { "1".into() };
         table.row([
             record::case_name(&param("model"), &rest),

@@ -1,5 +1,5 @@
-//! Roofline: rate over intensity on two logarithmic axes, below the ceilings measured on the
-//! device itself, as SVG.
+//! Roofline chart as SVG: throughput over arithmetic intensity on logarithmic axes, below the ceilings measured on the
+//! device.
 
 use maud::{Markup, html};
 use record::{Card, Record};
@@ -13,7 +13,7 @@ const LEFT: f64 = 64.0;
 const RIGHT: f64 = 20.0;
 const TOP: f64 = 16.0;
 const BOTTOM: f64 = 46.0;
-/// Height of a line of text.
+/// Height of a line of text, in pixels.
 const LINE: f64 = 14.0;
 
 /// Range of an axis in powers of ten.
@@ -24,7 +24,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// The whole decades that hold all values and one more, so that no mark lies on the frame.
+    /// Whole decades that contain all values with a margin of 0.15 decades, so that no mark lies on the frame.
     fn around(values: impl Iterator<Item = f64>) -> Option<Self> {
         let logs: Vec<_> = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10).collect();
         let low = logs.iter().copied().reduce(f64::min)?;
@@ -55,14 +55,14 @@ impl Plot {
     }
 }
 
-/// Where a record lies: operations per byte, and TFLOP/s.
+/// Coordinates of a record: operations per byte, and TFLOP/s.
 fn point(record: &Record) -> Option<(f64, f64)> {
     let tflops = record.tflops.filter(|t| *t > 0.0)?;
     (record.flops > 0 && record.bytes > 0)
         .then(|| (record.flops as f64 / record.bytes as f64, tflops))
 }
 
-/// The chart of one backend; `None` without a measured copy rate, a peak, or a point.
+/// Chart of one backend; `None` without a measured copy rate, a peak, or a point.
 pub(super) fn roofline(card: &Card, records: &[Record]) -> Option<Markup> {
     // GB/s times operations per byte is GFLOP/s.
     let slope = card.copy_gbps.filter(|gbps| *gbps > 0.0)? / 1e3;
@@ -120,7 +120,7 @@ fn tick(decade: f64) -> String {
     if (0.001..=10_000.0).contains(&decade) { decade.to_string() } else { format!("{decade:.0e}") }
 }
 
-/// The slanted roof of memory up to each flat roof of arithmetic.
+/// Draws the slanted memory roof up to each flat compute roof.
 fn ceilings(plot: &Plot, card: &Card, slope: f64) -> Markup {
     let end = 10f64.powi(plot.x.high);
     let top = card.peak_tflops.values().copied().fold(0.0, f64::max);
@@ -141,8 +141,8 @@ fn ceilings(plot: &Plot, card: &Card, slope: f64) -> Markup {
     }
 }
 
-/// Names and rates of the flat roofs, each at the height of its roof; roofs that lie closer than a line of text share
-/// the label of the highest.
+/// Labels with name and rate of the flat roofs, at the height of the roof. Roofs closer together than a line of text
+/// share the label of the highest.
 fn labels(plot: &Plot, card: &Card) -> Vec<(f64, String)> {
     let mut roofs: Vec<_> =
         card.peak_tflops.iter().filter(|(_, p)| **p >= 10f64.powi(plot.y.low)).collect();
@@ -173,7 +173,7 @@ fn dot(plot: &Plot, record: &Record, intensity: f64, tflops: f64) -> Markup {
     }
 }
 
-/// The colour of an element type, the same on every page.
+/// Colour of a dtype, the same on every page.
 fn colour(dtype: &str) -> &'static str {
     match dtype {
         "bf16" => "c0",
@@ -185,7 +185,7 @@ fn colour(dtype: &str) -> &'static str {
     }
 }
 
-/// Which colours of [`colour`] the points have, for the legend.
+/// Colours ([`colour`]) and names of the dtypes in the chart, for the legend.
 pub(super) fn dtypes(records: &[Record]) -> Vec<(&'static str, String)> {
     let mut names: Vec<_> =
         records.iter().filter(|r| point(r).is_some()).map(|r| dtype(&r.params)).collect();

@@ -1,10 +1,10 @@
-//! A fixed run of two backends, for the tests of everything that shows one.
+//! A fixed run of two backends, for tests of the renderers.
 
 use record::{Line, Record};
 
 use crate::stream::Column;
 
-/// `cuda` is complete; `cpu` has a failed case, a skipped one, and crashed.
+/// `cuda` is complete. `cpu` has a failed case, a skipped case, and crashed.
 pub(crate) fn run() -> Vec<Column> {
     let mut cpu = column("cpu", include_str!("sample/cpu.jsonl"));
     cpu.broken = Some("program ended by signal 9 (killed, often for lack of memory) in case copy f32 n=1073741824".into());

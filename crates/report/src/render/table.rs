@@ -1,17 +1,17 @@
-//! A table, as Markdown for files and pipes or drawn for a terminal.
+//! A table, rendered as Markdown for files and pipes or drawn for a terminal.
 
 use std::io::IsTerminal;
 
 use comfy_table::{CellAlignment, ContentArrangement, presets};
 
-/// Side to which a column leans.
+/// Alignment of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Align {
     Left,
     Right,
 }
 
-/// Where the table goes.
+/// Output style of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
     Markdown,
@@ -19,12 +19,12 @@ pub enum Style {
 }
 
 impl Style {
-    /// Drawn for a person who looks at it, Markdown for everything else.
+    /// Drawn if standard output is a terminal, otherwise Markdown.
     pub fn of_stdout() -> Self {
         if std::io::stdout().is_terminal() { Self::Terminal } else { Self::Markdown }
     }
 
-    /// Text that Markdown would take for a tag is marked as text.
+    /// Escapes text that Markdown would parse as a tag.
     pub fn escape(self, text: &str) -> String {
         match self {
             Self::Markdown => text.replace('&', "&amp;").replace('<', "&lt;"),
@@ -33,7 +33,7 @@ impl Style {
     }
 }
 
-/// Rows of text under named columns.
+/// Rows of text with named columns.
 #[derive(Debug, Clone)]
 pub struct Table {
     columns: Vec<(String, Align)>,
@@ -61,7 +61,7 @@ impl Table {
         &self.rows
     }
 
-    /// The table without the columns that are empty in every row.
+    /// Removes the columns that are empty in every row.
     pub(crate) fn without_empty_columns(mut self) -> Self {
         let keep: Vec<bool> = (0..self.columns.len())
             .map(|i| self.rows.is_empty() || self.rows.iter().any(|row| !row[i].is_empty()))

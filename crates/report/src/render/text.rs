@@ -1,4 +1,4 @@
-//! The report as text: one section per backend, then what several backends have in common.
+//! Renders the report as text: one section per backend, then a comparison of the backends.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -14,7 +14,7 @@ use super::requests::{is_request, requests};
 use super::table::{Align, Style, Table};
 use crate::stream::Column;
 
-/// Everything a run found out.
+/// Renders all results of a run.
 pub(crate) fn document(run: &[Column], style: Style) -> String {
     let mut out = String::new();
     for column in run {
@@ -51,7 +51,7 @@ fn section(out: &mut String, column: &Column, style: Style) {
     *out += &notes(column, style);
 }
 
-/// What was measured, each table with its title; those without a row are left out.
+/// Tables of measurements with their titles. Tables without rows are left out.
 pub(crate) fn tables(records: &[Record]) -> Vec<(&'static str, Table)> {
     let all = [
         ("Cases", cases(records)),
@@ -61,7 +61,7 @@ pub(crate) fn tables(records: &[Record]) -> Vec<(&'static str, Table)> {
     all.into_iter().filter(|(_, table)| !table.rows().is_empty()).collect()
 }
 
-/// One row per measured case that is no request.
+/// One row per measured case, without requests.
 fn cases(records: &[Record]) -> Table {
     let mut table = Table::new([
         ("case", Align::Left),
@@ -103,8 +103,8 @@ fn band(record: &Record) -> String {
     }
 }
 
-/// What has no row: skipped cases by reason, then failed ones, and why the column is incomplete. What
-/// went wrong is last: of thousands of checks it is what a log should end with.
+/// Lists cases without a row: skipped ones by reason, then failed ones, then the reason why the column is incomplete.
+/// Failures come last, so that a long log ends with them.
 pub(crate) fn notes(column: &Column, style: Style) -> String {
     let mut out = String::new();
     let mut list = |title: &str, entries: Vec<String>| {
@@ -129,7 +129,7 @@ pub(crate) fn notes(column: &Column, style: Style) -> String {
     out
 }
 
-/// Medians of the cases that several backends ran.
+/// Table of medians for cases that several backends ran.
 pub(crate) fn across(run: &[Column]) -> Option<Table> {
     let mut cases: BTreeMap<String, BTreeMap<usize, f64>> = BTreeMap::new();
     let mut order = Vec::new();

@@ -1,4 +1,4 @@
-//! Attention against its reference, and the shapes that break attentions.
+//! Checks attention against its reference.
 
 use std::iter;
 
@@ -16,39 +16,39 @@ use crate::check::{
     reference_dtype, scattered, scores_are_large, twice, unwritten, window,
 };
 
-/// What the operands hold.
+/// Contents of the operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inputs {
     /// Normal.
     Normal,
-    /// Normal, and q [`large`]: scores of ten thousand and more, of thousands below a soft cap.
+    /// Normal, with q scaled by [`large`]: scores of 10,000 and more, or of thousands below a soft cap.
     Large,
-    /// Normal, with whole rows of the bias or mask hidden.
+    /// Normal, with some rows of the bias or mask fully masked.
     Hidden,
     /// Normal, with a third of the bias -inf, and all of it for the first 32 keys.
     Holes,
-    /// Normal, with infinities and NaN in q and k, and in v where no key is hidden: what a weight of 0 makes of those is
-    /// left open.
+    /// Normal, with infinities and NaN in q and k, and in v unless causal. The result of a special value times a weight
+    /// of 0 is unspecified.
     Special,
-    /// Normal, the second batch past 2^31 elements: only what the problem reads is there.
+    /// Normal, with the second batch past 2^31 elements. Only the elements that the problem reads are initialised.
     Far,
 }
 
-/// One shape to verify.
+/// A problem to verify.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: AttentionProblem,
     pub inputs: Inputs,
     pub seed: u64,
-    /// Queries and keys of each sequence, where they vary.
+    /// Queries and keys of each sequence, if lengths vary.
     pub lengths: Option<Vec<(u32, u32)>>,
 }
 
-/// Runs `case` on fresh host inputs and compares every result with the reference. Results are filled
-/// with NaN first, so that an element nobody wrote fails.
+/// Runs `case` on fresh host inputs and compares every result with the reference. Outputs are NaN before the launch, so
+/// that an unwritten element fails.
 ///
 /// # Errors
-/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+/// The kernel failed to run. A wrong result is a [`Verdict`], not an error.
 pub(super) fn verify(
     device: &Device,
     case: &EdgeCase,
@@ -65,7 +65,7 @@ pub(super) fn verify(
     verdict(device, case, &host)
 }
 
-/// [`verify`] of batches that lie far from each other: the reference has them close together.
+/// [`verify`] for batches that lie far apart in memory. The reference gets them close together.
 fn check_far(
     device: &Device,
     case: &EdgeCase,
@@ -111,7 +111,7 @@ fn check_far(
     verdict(device, &case, &host)
 }
 
-/// Compares what a launch left in the operands of `case` with the reference.
+/// Compares the outputs of a launch on `host` with the reference.
 fn verdict(device: &Device, case: &EdgeCase, host: &Host) -> Result<Verdict, CheckError> {
     let (out, lse) = host.results(device)?;
     if case.inputs == Inputs::Large && case.problem.softcap.is_none() {
@@ -130,7 +130,7 @@ fn verdict(device: &Device, case: &EdgeCase, host: &Host) -> Result<Verdict, Che
     Ok(Verdict { comparison: Comparison::worst(comparisons), digest: digest(&out) })
 }
 
-/// The inputs of one case, on the host and on the device.
+/// Inputs of one case, on the host and on the device.
 pub(crate) struct Host {
     q: Vec<f32>,
     k: Vec<f32>,
@@ -219,7 +219,7 @@ impl Host {
         Ok(Self { q, k, v, bias, mask, dtype, out_len, lse_len, operands })
     }
 
-    /// What a forward launch left: the result, and the log-sum-exp where there is one.
+    /// Reads the results of a forward launch: the output, and the log-sum-exp if it is stored.
     pub(crate) fn results(
         &self,
         device: &Device,
@@ -230,7 +230,7 @@ impl Host {
         Ok((out, lse.transpose()?))
     }
 
-    /// q, k and v from where a part starts.
+    /// q, k and v from the first position of `part` on.
     pub(crate) fn of(&self, p: &AttentionProblem, part: &Part) -> [&[f32]; 3] {
         let from = |s: HeadStrides, seq: u32| seq as usize * s.seq as usize;
         [
@@ -240,7 +240,7 @@ impl Host {
         ]
     }
 
-    /// Bias and mask of a part, dense `[batch, heads, seq_q, seq_kv]`.
+    /// Bias and mask of `part`, dense `[batch, heads, seq_q, seq_kv]`.
     pub(crate) fn scores(
         &self,
         p: &AttentionProblem,
@@ -253,12 +253,12 @@ impl Host {
     }
 }
 
-/// Strides as the reference has them.
+/// Converts strides to the reference's form.
 pub(crate) const fn strides(s: HeadStrides) -> reference::HeadStrides {
     reference::HeadStrides { batch: s.batch as usize, head: s.head as usize, seq: s.seq as usize }
 }
 
-/// A tensor that lies by strides as a dense `[batch, heads, seq, head_dim]`, of positions from `from` on.
+/// Copies `seq` positions of a strided tensor, starting at `from`, to a dense `[batch, heads, seq, head_dim]`.
 pub(crate) fn dense(
     values: &[f32],
     strides: HeadStrides,
@@ -278,7 +278,7 @@ pub(crate) fn dense(
     dense
 }
 
-/// Seeded normal values of a case, as its format holds them.
+/// Seeded normal values of a case, times `scale` and rounded to its dtype.
 pub(crate) fn values(
     case: &EdgeCase,
     len: usize,
@@ -291,7 +291,7 @@ pub(crate) fn values(
     Ok(dtype.decode(&dtype.encode(&values))?)
 }
 
-/// The first `len` elements of a buffer.
+/// Reads the first `len` elements of a buffer.
 pub(crate) fn read(
     device: &Device,
     handle: &Handle,
@@ -306,8 +306,8 @@ pub(crate) fn digest(values: &[f32]) -> u64 {
     fnv1a(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
 }
 
-/// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
-/// the inputs back from the device: dense results, without bias, mask or varying lengths.
+/// Compares the result of a launch in `operands` with the reference at a seeded sample of queries. Reads the inputs
+/// back from the device. Supports dense results without bias, mask or varying lengths.
 ///
 /// # Errors
 /// The launch failed.
@@ -329,14 +329,14 @@ pub(super) fn verify_operands(
     Ok(Verdict { comparison, digest: digest(&out) })
 }
 
-/// The sequences that one reference computes: a dense problem at once, else each alone.
+/// Sequences that one reference computes: all of a dense problem, or one of varying length.
 pub(crate) struct Part {
     batch: u32,
     pub(crate) from_q: u32,
     pub(crate) from_kv: u32,
     pub(crate) seq_q: u32,
     pub(crate) seq_kv: u32,
-    /// Queries of all sequences.
+    /// Number of queries of all sequences.
     queries: u32,
 }
 
@@ -354,7 +354,7 @@ pub(crate) fn parts(case: &EdgeCase) -> Vec<Part> {
 }
 
 impl Part {
-    /// All of a problem whose sequences have one length.
+    /// All sequences of a problem with one length.
     pub(crate) const fn whole(p: &AttentionProblem) -> Self {
         Self {
             batch: p.batch,
@@ -385,7 +385,7 @@ impl Part {
         }
     }
 
-    /// The part's positions of a tensor that lies by strides, dense `[batch, heads, seq, head_dim]`.
+    /// Copies the part's positions of a strided tensor to a dense `[batch, heads, seq, head_dim]`.
     pub(crate) fn dense(
         &self,
         values: &[f32],
@@ -407,7 +407,7 @@ impl Part {
         (0..heads).flat_map(of_head).copied().collect()
     }
 
-    /// A tensor of scores, dense `[batch, heads, seq_q, seq_kv]`.
+    /// Expands a bias or mask to a dense `[batch, heads, seq_q, seq_kv]`.
     fn spread<T: Copy>(&self, from: &[T], s: ScoreStrides, p: &AttentionProblem) -> Vec<T> {
         let mut out = Vec::new();
         for b in 0..u64::from(self.batch) {
@@ -433,7 +433,7 @@ fn starts(lengths: impl Iterator<Item = u32>) -> Vec<u32> {
     iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
 }
 
-/// Elements of q, k, v and out: those of the sequences there are.
+/// Elements of q, k, v and out; with varying lengths, those that the sequences occupy.
 pub(crate) fn extents(case: &EdgeCase) -> [usize; 4] {
     let p = &case.problem;
     let Some(lengths) = &case.lengths else { return p.extents() };

@@ -1,4 +1,4 @@
-//! Attention: its cases, instances and peers.
+//! Attention: cases, instances and peers.
 
 mod check;
 
@@ -46,7 +46,7 @@ impl KernelSuite for Attention {
     fn case_params(case: &EdgeCase) -> Params {
         let p = &case.problem;
         let mut params = Self::params(p);
-        // The seed tells cases apart that differ in more than sizes and rules.
+        // Distinguishes cases that differ in more than sizes and rules.
         params.insert("seed".to_owned(), case.seed.into());
         if case.inputs != Inputs::Normal {
             let inputs = format!("{:?}", case.inputs).to_lowercase();
@@ -70,7 +70,7 @@ impl KernelSuite for Attention {
             let problem = problem.checked().expect("valid");
             cases.push(EdgeCase { problem, inputs, seed, lengths: None });
         };
-        // Every head dimension, ragged and whole tiles, without and with order.
+        // Every head dimension; whole and ragged tiles; with and without causal order.
         for head_dim in HEAD_DIMS {
             for seqs in [[128, 128], [67, 45]] {
                 let p = dense(1, [2, 2], seqs, head_dim);
@@ -78,29 +78,29 @@ impl KernelSuite for Attention {
                 add(AttentionProblem { causal: true, ..p }, Inputs::Normal);
             }
         }
-        // Head dimensions that no tensor core divides, and positions that no vector does.
+        // Head dimensions that are not multiples of a tensor core tile, and odd positions.
         add(dense(1, [2, 1], [9, 11], 20), Inputs::Normal);
         add(dense(1, [2, 1], [9, 11], 7), Inputs::Normal);
-        // Lengths: one, fewer queries than keys, more (the first rows see nothing), primes, long.
+        // Lengths: one, fewer queries than keys, more (the first rows see no key), primes, long.
         for seqs in [[1, 1], [1, 300], [16, 257], [3, 64], [130, 50], [127, 131], [260, 520]] {
             for causal in [false, true] {
                 add(AttentionProblem { causal, ..dense(2, [4, 2], seqs, 64) }, Inputs::Normal);
             }
         }
-        // Windows, in causal order and around; narrower and wider than a tile.
+        // Windows, causal and bidirectional, narrower and wider than a tile.
         for window in [1, 7, 40, 100] {
             for causal in [false, true] {
                 let p = dense(1, [2, 2], [150, 190], 64);
                 add(AttentionProblem { causal, window: Some(window), ..p }, Inputs::Normal);
             }
         }
-        // One key head for all, an explicit scale, a soft cap, large scores.
+        // One key head for all query heads, an explicit scale, a soft cap, large scores.
         let p = dense(1, [6, 1], [70, 90], 64);
         add(AttentionProblem { scale: 0.3, ..p }, Inputs::Normal);
         add(AttentionProblem { softcap: Some(5.0), causal: true, ..p }, Inputs::Normal);
         add(AttentionProblem { causal: true, ..p }, Inputs::Large);
         add(AttentionProblem { softcap: Some(30.0), ..p }, Inputs::Large);
-        // Caps that bend nothing.
+        // Soft caps too large to change a score.
         for softcap in [1e4, 1e30] {
             add(AttentionProblem { softcap: Some(softcap), ..p }, Inputs::Normal);
         }
@@ -109,7 +109,7 @@ impl KernelSuite for Attention {
         add(p, Inputs::Special);
         add(AttentionProblem { softcap: Some(3.0), ..p }, Inputs::Special);
         add(AttentionProblem { causal: true, ..p }, Inputs::Special);
-        // Batches past 2^31 elements, of types of 16 bits: wider ones take twice the memory.
+        // Batches past 2^31 elements, for 16-bit types only: wider ones take twice the memory.
         if backend == Backend::Cuda && dtype.size() == 2 {
             let apart = |s: HeadStrides, far| HeadStrides { batch: s.batch + far, ..s };
             let (q, out) = (apart(p.q, FAR[0]), apart(p.out, FAR[0]));
@@ -117,7 +117,7 @@ impl KernelSuite for Attention {
             let (k, v) = (apart(p.k, FAR[1]), apart(p.v, FAR[1]));
             add(AttentionProblem { k, v, causal: true, ..p }, Inputs::Far);
         }
-        // Bias and mask of every broadcast, with rows hidden whole.
+        // Every broadcast of bias and mask, with fully masked rows.
         let full = ScoreStrides { batch: 4 * 50 * 70, head: 50 * 70, row: 70, col: 1 };
         let shared = ScoreStrides { batch: 0, head: 0, row: 70, col: 1 };
         let keys = ScoreStrides { batch: 70, head: 0, row: 0, col: 1 };
@@ -133,13 +133,13 @@ impl KernelSuite for Attention {
             let both = AttentionProblem { bias: Some(keys), mask: Some(shared), ..p };
             add(AttentionProblem { softcap: Some(3.0), window: Some(30), ..both }, Inputs::Hidden);
         }
-        // `[batch, seq, heads, head_dim]`, padded, and without the log-sum-exp.
+        // Layout `[batch, seq, heads, head_dim]`, padded, and without the log-sum-exp.
         let mut p = dense(2, [4, 2], [60, 75], 64);
         (p.q, p.out) = (interleaved(4, 60, 64), interleaved(4, 60, 64));
         (p.k, p.v) =
             (interleaved(2, 75, 64), HeadStrides { seq: 72, head: 72 * 75, batch: 72 * 150 });
         add(AttentionProblem { lse: false, ..p }, Inputs::Normal);
-        // Sequences of different lengths in one launch, an empty one and one without keys among them.
+        // Sequences of different lengths in one launch, including an empty one and one without keys.
         for (causal, window) in [(false, None), (true, None), (true, Some(20))] {
             let mut p = dense(5, [4, 2], [97, 130], 64);
             (p.q, p.k, p.v, p.out) =
@@ -182,7 +182,7 @@ impl KernelSuite for Attention {
         check::verify(device, case, config)
     }
 
-    /// Dense results, without bias, mask or varying lengths.
+    /// Supports dense results without bias, mask or varying lengths.
     fn verify_operands(
         device: &Device,
         p: &AttentionProblem,
@@ -213,7 +213,7 @@ impl KernelSuite for Attention {
                 }
             }
             (_, Scale::Gpu) => {
-                // Burn's attention tunes for minutes a shape: one shape, in the longer suites.
+                // Burn's attention autotunes for minutes per shape: one shape, in the longer suites.
                 cases.push(case(4, [16, 16], 4096, 128, bf16, full, more));
                 cases.push(case(4, [16, 16], 4096, 128, bf16, causal, false));
                 cases.push(case(4, [16, 16], 2048, 64, bf16, causal, false));
@@ -231,7 +231,7 @@ impl KernelSuite for Attention {
         cases
     }
 
-    /// Every head dimension, tiles that are whole and that are not, and each rule that changes scores.
+    /// Every head dimension, whole and ragged tiles, and each rule that changes scores.
     fn instances() -> Vec<InstanceCase<AttentionProblem>> {
         let dense = |seq, head_dim| {
             AttentionProblem::dense(4, [16, 4], [seq; 2], head_dim, DType::Bf16)
@@ -270,10 +270,10 @@ impl KernelSuite for Attention {
     }
 }
 
-/// Head dimensions with code of their own.
+/// Head dimensions with specialised code.
 pub(crate) const HEAD_DIMS: [u32; 7] = [32, 64, 80, 96, 128, 192, 256];
 
-/// Of three types, which one this is.
+/// Index of `dtype` in the list f32, f16, bf16.
 pub(crate) const fn place_of(dtype: DType) -> usize {
     match dtype {
         DType::F16 => 1,
@@ -282,7 +282,8 @@ pub(crate) const fn place_of(dtype: DType) -> usize {
     }
 }
 
-/// Every two of the choices that an attention has, together, its type one of them; and of those that go with sequences of different lengths.
+/// Cases for every pair of options, including the dtype. A second list covers the options that combine with varying
+/// lengths.
 fn together(dtype: DType, mask_dtype: DType) -> Vec<EdgeCase> {
     const WINDOWS: [Option<u32>; 3] = [None, Some(9), Some(50)];
     let heads = [[2, 2], [4, 2], [3, 1]];
@@ -348,7 +349,7 @@ fn together(dtype: DType, mask_dtype: DType) -> Vec<EdgeCase> {
     cases
 }
 
-/// `[batch, seq, heads, head_dim]`.
+/// Strides of a dense `[batch, seq, heads, head_dim]`.
 pub const fn interleaved(heads: u32, seq: u32, head_dim: u32) -> HeadStrides {
     let step = heads as u64 * head_dim as u64;
     HeadStrides { batch: seq as u64 * step, head: head_dim as u64, seq: step }

@@ -1,4 +1,4 @@
-//! A step of decoding against its reference, and the caches that break one.
+//! Checks decode attention against its reference.
 
 use std::iter;
 
@@ -15,23 +15,23 @@ use crate::check::{
     reference_dtype, scattered, scores_are_large, unwritten,
 };
 
-/// What the operands hold.
+/// Contents of the operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inputs {
     /// Normal.
     Normal,
-    /// Normal, and q [`large`]: scores of ten thousand and more, of thousands below a soft cap.
+    /// Normal, with q scaled by [`large`]: scores of 10,000 and more, or of thousands below a soft cap.
     Large,
-    /// q of zeros and v of small integers: every weight is 1 and every sum exact, so that a sequence in parts must
-    /// have the very bits of a whole one.
+    /// Zeros in q and small integers in v. Every weight is 1 and every sum is exact, so a split sequence must be
+    /// bit-identical to an unsplit one.
     Even,
-    /// Normal, with infinities and NaN in what is seen of q, k and v.
+    /// Normal, with infinities and NaN in visible elements of q, k and v.
     Special,
-    /// Normal, in pages (or sequences) past 2^31 elements: only what the problem reads is there.
+    /// Normal, in pages (or sequences) past 2^31 elements. Only the elements that the problem reads are initialised.
     Far,
 }
 
-/// One step to verify.
+/// A decode step to verify.
 #[derive(Debug, Clone)]
 pub struct EdgeCase {
     pub problem: DecodeProblem,
@@ -41,13 +41,13 @@ pub struct EdgeCase {
     pub seed: u64,
 }
 
-/// Runs `case` on fresh host inputs and compares every result with the reference. Results are filled
-/// with NaN first, so that an element nobody wrote fails; so is all of the cache that no sequence
-/// has, so that a position that must not be read fails too. Where `config` cuts sequences, one that does not runs
-/// beside it: its results are to be as near the reference, and the same to the last bit for even inputs.
+/// Runs `case` on fresh host inputs and compares every result with the reference. Outputs are NaN before the launch, so
+/// that an unwritten element fails. Unused cache positions are NaN too, so that reading one fails.
+///
+/// If `config` splits sequences, the unsplit config is checked too. With even inputs, both must be bit-identical.
 ///
 /// # Errors
-/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+/// The kernel failed to run. A wrong result is a [`Verdict`], not an error.
 pub(super) fn verify(
     device: &Device,
     case: &EdgeCase,
@@ -68,14 +68,14 @@ pub(super) fn verify(
     Ok(Verdict { comparison, ..verdict })
 }
 
-/// [`verify`] of one config alone. The digest is of the result and the log-sum-exp.
+/// [`verify`] for one config. The digest covers the output and the log-sum-exp.
 fn check_one(
     device: &Device,
     case: &EdgeCase,
     config: &DecodeConfig,
 ) -> Result<Verdict, CheckError> {
     let far = &case.problem;
-    // The reference has pages close together.
+    // The reference gets the pages close together.
     let near = |s: CacheStrides| CacheStrides { page: nearby(s.page), ..s };
     let p = &DecodeProblem { k: near(far.k), v: near(far.v), ..*far };
     let dtype = reference_dtype(p.dtype);
@@ -97,12 +97,12 @@ fn check_one(
     let mut k = stored(p, &rows, p.k, fill(seed(1), k_len, Distribution::Normal))?;
     let mut v = fill(seed(2), v_len, Distribution::Normal);
     if case.inputs == Inputs::Even {
-        // Of bytes, sixty times as much.
+        // An int8 cache scales this by 60.
         v.iter_mut().for_each(|v| *v = (2.0 * *v).round());
     }
     let mut v = stored(p, &rows, p.v, v)?;
     if case.inputs == Inputs::Special && !p.quantized() {
-        // Of one sequence a key, of another a value, which every query sees.
+        // Position 0, which every query sees: a key in sequence 0 and a value in sequence 1.
         let [key, value] = [0, 1].map(|b| rows.iter().find(|row| row.sequence == b));
         for (of, strides, row, special) in
             [(&mut k, p.k, key, Special::NegInf), (&mut v, p.v, value, Special::Nan)]
@@ -178,8 +178,8 @@ fn check_one(
     Ok(Verdict { comparison, digest: fnv1a(&[bytes, &lse_bytes].concat()) })
 }
 
-/// Compares what a launch left in `operands` with the reference at a seeded sample of queries, reading
-/// the inputs back from the device.
+/// Compares the result of a launch in `operands` with the reference at a seeded sample of queries. Reads the inputs
+/// back from the device.
 ///
 /// # Errors
 /// The launch failed.
@@ -230,7 +230,7 @@ pub(super) fn verify_operands(
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
-/// A position of a head of a sequence: where the cache keeps it.
+/// Location in the cache of one position of one head.
 struct Row {
     sequence: usize,
     page: u64,
@@ -244,7 +244,7 @@ impl Row {
     }
 }
 
-/// Every position that a sequence has.
+/// Every cached position of every sequence.
 fn rows(case: &EdgeCase, table: &[u32]) -> Vec<Row> {
     let p = &case.problem;
     let mut rows = Vec::new();
@@ -264,7 +264,7 @@ fn rows(case: &EdgeCase, table: &[u32]) -> Vec<Row> {
     rows
 }
 
-/// A block table in no order, whose entries past the end of a sequence name no block.
+/// A shuffled block table. Entries past the end of a sequence are invalid.
 fn table(case: &EdgeCase) -> Vec<u32> {
     let CacheLayout::Paged { block_size, blocks, max_blocks } = case.problem.layout else {
         return Vec::new();
@@ -291,7 +291,7 @@ fn table_of<'a>(p: &DecodeProblem, blocks: &'a [u32]) -> Option<Table<'a>> {
     }
 }
 
-/// Values as the cache stores them: at `rows` what `values` become, elsewhere NaN, or a large byte.
+/// Rounds `values` to the cache's dtype and keeps those at `rows`. The others become NaN, or 127 in an int8 cache.
 fn stored(
     p: &DecodeProblem,
     rows: &[Row],
@@ -299,7 +299,7 @@ fn stored(
     values: Vec<f32>,
 ) -> Result<Vec<f32>, CheckError> {
     let values = match p.quantized() {
-        // Even over the range of bytes, nearly.
+        // Covers the range of a byte almost evenly.
         true => values.into_iter().map(|v| (v * 60.0).round().clamp(-128.0, 127.0)).collect(),
         false => {
             let dtype = reference_dtype(p.cache);
@@ -313,7 +313,7 @@ fn stored(
     Ok(stored)
 }
 
-/// `values` with NaN everywhere but in the `len` from each of `starts` on.
+/// Keeps `len` elements from each of `starts` on; the others become NaN.
 fn only_at(values: Vec<f32>, starts: impl Iterator<Item = usize>, len: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; values.len()];
     for start in starts {

@@ -1,4 +1,4 @@
-//! Decode attention: its cases, instances and peers.
+//! Decode attention: cases, instances and peers.
 
 mod check;
 
@@ -51,7 +51,7 @@ impl KernelSuite for Decode {
 
     fn case_params(case: &EdgeCase) -> Params {
         let mut params = Self::params(&case.problem);
-        // The seed tells cases apart that differ in more than sizes and rules.
+        // Distinguishes cases that differ in more than sizes and rules.
         params.insert("seed".to_owned(), case.seed.into());
         if case.inputs != Inputs::Normal {
             let inputs = format!("{:?}", case.inputs).to_lowercase();
@@ -81,7 +81,7 @@ impl KernelSuite for Decode {
                 add(DecodeProblem { cache: DType::I8, ..p }, &lengths, Inputs::Normal);
             }
         }
-        // Queries and heads that share one of the cache: one fragment and several, whole and not.
+        // Query heads and positions that share a KV head: one fragment and several, full and partial.
         let lengths = [100, 33];
         for heads in [[2, 2], [8, 2], [8, 1]] {
             for seq_q in [1, 2, 3, 7, 8, 16] {
@@ -91,14 +91,14 @@ impl KernelSuite for Decode {
                 add(DecodeProblem { cache: DType::I8, ..p }, &lengths, Inputs::Normal);
             }
         }
-        // Head dimensions that no tensor core divides.
+        // Head dimensions that are not multiples of a tensor core tile.
         for head_dim in [20, 7] {
             let lengths = [9, 11];
             let sizes = Sizes { lengths: &lengths, heads: [2, 1], seq_q: 2, head_dim };
             add(sizes.problem(None, dtype), &lengths, Inputs::Normal);
             add(sizes.problem(Some(16), dtype), &lengths, Inputs::Normal);
         }
-        // Lengths around a tile, none, fewer than queries, many tiles; pages of every size.
+        // Lengths around a tile, zero, fewer than queries, many tiles; pages of every size.
         let lengths = [15, 16, 17, 0, 3, 1000, 2049, 1];
         for block_size in [None, Some(16), Some(32), Some(64), Some(256)] {
             for seq_q in [1, 4] {
@@ -127,7 +127,7 @@ impl KernelSuite for Decode {
             add(DecodeProblem { softcap: Some(30.0), ..p }, &lengths, Inputs::Large);
             add(DecodeProblem { softcap: Some(1e30), ..p }, &lengths, Inputs::Normal);
         }
-        // One sequence that is shorter than the host foresees.
+        // One sequence that is shorter than the host expects.
         for length in [300, 290, 17, 1, 0] {
             for block_size in [None, Some(16)] {
                 let p = Sizes { lengths: &[300], heads: [4, 1], seq_q: 2, head_dim: 64 }
@@ -140,7 +140,7 @@ impl KernelSuite for Decode {
                 );
             }
         }
-        // `[batch, seq, heads, head_dim]` everywhere, rows of v padded, no log-sum-exp.
+        // Layout `[batch, seq, heads, head_dim]` for q, k and out, padded rows of v, no log-sum-exp.
         let (heads, kv_heads, seq_q, head_dim, capacity) = (4, 2, 2, 64, 105);
         let p = Sizes { lengths: &[100, 64], heads: [heads, kv_heads], seq_q, head_dim };
         let mut p = p.problem(None, dtype);
@@ -151,7 +151,7 @@ impl KernelSuite for Decode {
         p.v = CacheStrides { page: 2 * capacity * 80, head: capacity * 80, seq: 80 };
         add(p, &[100, 64], Inputs::Normal);
         add(DecodeProblem { cache: DType::I8, ..p }, &[100, 64], Inputs::Normal);
-        // Sequences in parts, and the same whole: one that is short beside one that is long, and windows.
+        // Split sequences and the same unsplit: a short one next to a long one, and windows.
         let lengths = [4097, 70];
         for block_size in [None, Some(16)] {
             for (seq_q, window) in [(1, None), (3, Some(2000))] {
@@ -162,7 +162,7 @@ impl KernelSuite for Decode {
                     add(DecodeProblem { cache: DType::I8, ..p }, &lengths, inputs);
                 }
             }
-            // Infinities and NaN, with and without parts.
+            // Infinities and NaN, with and without a split.
             for lengths in [[2100, 90], [40, 20]] {
                 let sizes = Sizes { lengths: &lengths, heads: [4, 2], seq_q: 2, head_dim: 64 };
                 let p = sizes.problem(block_size, dtype);
@@ -192,7 +192,7 @@ impl KernelSuite for Decode {
                 add(DecodeProblem { cache: DType::I8, ..p }, lengths, Inputs::Far);
             }
         }
-        // Every two of the choices that a step has, together.
+        // Every pair of options of a decode step.
         let lengths = [150, 17, 64];
         for row in pairwise(&[3, 7, 3, 4, 2, 3, 3, 2]) {
             let [of, head_dim, heads, seq_q, cache, block_size, window, softcap] = row[..] else {
@@ -219,7 +219,7 @@ impl KernelSuite for Decode {
         cases
     }
 
-    /// Sequences in many parts, in few, and whole.
+    /// Sequences split into many parts, into few, and unsplit.
     fn config_cases(precision: Precision) -> Vec<EdgeCase> {
         let dtype = precision.storage();
         let mut cases = Vec::new();
@@ -236,7 +236,7 @@ impl KernelSuite for Decode {
                 let problem = DecodeProblem { cache, ..sizes.problem(block_size, dtype) };
                 let problem = problem.checked().expect("valid");
                 for inputs in [Inputs::Normal, Inputs::Even] {
-                    // Parts make no difference to the last bit.
+                    // Even inputs compare a split with an unsplit result, so they need a case that is split.
                     if inputs == Inputs::Normal || lengths == long {
                         let (seed, lengths) = (7000 + cases.len() as u64, lengths.to_vec());
                         cases.push(EdgeCase { problem, lengths, inputs, seed });
@@ -337,11 +337,11 @@ impl KernelSuite for Decode {
         }
         let rules = DecodeProblem { window: Some(512), softcap: Some(50.0), lse: true, ..p };
         cases.push(case(rules, 2));
-        // f16 differs from bf16 in one letter of an instruction, except for int8 caches.
+        // f16 code differs from bf16 code in one letter of an instruction, except for int8 caches.
         let half = DecodeProblem { dtype: DType::F16, cache: DType::F16, ..p };
         cases.push(case(half, 1));
         cases.push(case(DecodeProblem { cache: DType::I8, ..half }, 2));
-        // Every sequence in one part.
+        // Every sequence unsplit.
         cases.push(case(DecodeProblem { batch: 256, ..p }, 1));
         cases
     }
@@ -359,8 +359,8 @@ impl KernelSuite for Decode {
                 "seq_kv": p.longest,
                 "head_dim": p.head_dim,
                 "dtype": p.dtype.name(),
-                // torch aligns causal order with the first key. Without order its few queries see a few keys more
-                // than ours, and read the same cache.
+                // torch aligns causal order with the first key. Without causal order, its few queries see a few more
+                // keys than ours but read the same cache.
                 "causal": false,
             })
         })
@@ -370,16 +370,17 @@ impl KernelSuite for Decode {
 /// Sizes of a case.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes<'a> {
-    /// Positions of each sequence; one has some.
+    /// Positions of each sequence; at least one is not 0.
     pub lengths: &'a [u32],
-    /// Of q and of the cache.
+    /// Number of query heads and of KV heads.
     pub heads: [u32; 2],
     pub seq_q: u32,
     pub head_dim: u32,
 }
 
 impl Sizes<'_> {
-    /// A problem whose cache has more room than its sequences need, in pages of so many positions or none.
+    /// Returns a problem whose cache is larger than its sequences need: in pages of `block_size` positions, or
+    /// contiguous for `None`.
     pub fn problem(&self, block_size: Option<u32>, dtype: DType) -> DecodeProblem {
         let Self { lengths, heads, seq_q, head_dim } = *self;
         let longest = lengths.iter().copied().max().unwrap_or(1);

@@ -1,4 +1,4 @@
-//! Dequantisation of 8-bit weights, to the last bit.
+//! Checks that dequantised 8-bit weights are bit-identical to the reference.
 
 use arch::{Backend, DType, Device};
 use kernels::int8::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Int8Dequantize};

@@ -1,4 +1,4 @@
-//! Matmuls with an 8-bit weight, as matmuls with the dense weight.
+//! Checks matmuls with an 8-bit weight against matmuls with the dequantised weight.
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
@@ -48,8 +48,8 @@ impl KernelSuite for Int8Matmul {
         &case.problem
     }
 
-    /// One row and many, words that divide rows and that straddle them, rows of the weight that no cube divides, every
-    /// part of an epilogue.
+    /// One row of x and many; weight rows that are and are not whole words; row counts that no cube divides; every part
+    /// of an epilogue.
     fn edge_cases(precision: Precision, _backend: Backend) -> Vec<Case<Int8MatmulProblem>> {
         let dtype = precision.storage();
         let product = |m, (n, k)| {
@@ -74,7 +74,7 @@ impl KernelSuite for Int8Matmul {
                 problems.push(Int8MatmulProblem { epilogue, ..product(m, shape) });
             }
         }
-        // x in 8 bits, with many outlying columns, few and none.
+        // x in 8 bits, with many outlier columns, few and none.
         for threshold in [0.0, 2.5, 3.5] {
             let activations = Some(Activations { threshold });
             for (m, shape) in [(1, (48, 512)), (40, (48, 512)), (9, (37, 41)), (33, (131, 144))] {
@@ -96,7 +96,7 @@ impl KernelSuite for Int8Matmul {
             (13, (64, 520)),
             (70, (144, 512)),
             (3, (37, 45)),
-            // Tiles of 64 of k: parts without a share of their own, planes past the end of the weight, several tiles of x.
+            // Tiles of 64 of k: parts without work, planes past the end of the weight, several tiles of x.
             (4, (131, 4096)),
             (30, (40, 64 * 21)),
             (100, (264, 640)),
@@ -127,7 +127,7 @@ impl KernelSuite for Int8Matmul {
         let Epilogue { bias, gate, residual, .. } = p.epilogue;
         let mut x = fill(9 * case.seed + 1, x_len, Distribution::Normal);
         if let Some(Activations { threshold }) = p.activations {
-            // What a device's division may round to another code is none.
+            // Zeros the values that a device's division may round to another code.
             let dtype = reference_dtype(p.dtype);
             x = dtype.decode(&dtype.encode(&x))?;
             let (m, k) = (p.m as usize, p.weight.k as usize);
@@ -177,7 +177,7 @@ impl KernelSuite for Int8Matmul {
                 let rows = [1, 8, 4, 16, 64, 512, 4096].map(|m| plain((m, n, k)));
                 let layers = [(4096, 4096), (4096, 14336), (6144, 4096), (32000, 4096)];
                 let layers = layers.map(|(n, k)| plain((1, n, k)));
-                // x in 8 bits, except for the outlier columns that bitsandbytes leaves as they are.
+                // x in 8 bits, except for the outlier columns that bitsandbytes keeps in full precision.
                 let activations = Some(Activations { threshold: 6.0 });
                 let rounded = [8, 16, 64, 512, 4096].map(|m| case((m, n, k), activations));
                 rows.into_iter().chain(layers).chain(rounded).collect()
@@ -185,8 +185,8 @@ impl KernelSuite for Int8Matmul {
         }
     }
 
-    /// Every shape of the plain path, for one, two and many rows of x, and of those on tensor cores. The kernel that
-    /// multiplies with the dequantised weight is matmul's.
+    /// Every GEMV config for one, two and many rows of x, and the tensor core paths. The `Dense` path runs matmul's
+    /// kernel, which has its own instances.
     fn instances() -> Vec<InstanceCase<Int8MatmulProblem>> {
         let all =
             Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
@@ -199,13 +199,13 @@ impl KernelSuite for Int8Matmul {
                 cases.push(InstanceCase { problem, most: 1, clean: 1 });
             }
         }
-        // Codes as halves, of tiles that many rows fill.
+        // Codes converted to 16-bit floats, for enough rows to fill the tiles.
         for (m, dtype) in [(64, DType::F16), (64, DType::Bf16), (512, DType::Bf16)] {
             let weight = weight(4096, 4096);
             let plain = Int8MatmulProblem::new(m, weight, dtype).expect("there are rows");
             cases.push(InstanceCase { problem: plain, most: 8, clean: 8 });
         }
-        // x in bytes, with and without columns that stay as they are.
+        // x in 8 bits, with and without outlier columns.
         for (m, threshold) in [(16, 6.0), (512, 0.0), (512, 6.0)] {
             let weight = weight(4096, 4096);
             let plain = Int8MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
@@ -219,7 +219,7 @@ impl KernelSuite for Int8Matmul {
         cases
     }
 
-    /// bitsandbytes always rounds x.
+    /// bitsandbytes always rounds x to 8 bits.
     fn torch(p: &Int8MatmulProblem) -> Option<Value> {
         let mut case = request(Self::NAME, p.m, p.weight, p.dtype);
         case["threshold"] = p.activations.map_or(0.0, |x| x.threshold).into();

@@ -1,4 +1,4 @@
-//! 8-bit weights: what their three kernels share.
+//! 8-bit weights: shared code of their three kernels.
 
 mod dequantize;
 mod matmul;
@@ -22,8 +22,8 @@ pub struct Case<P> {
     pub seed: u64,
 }
 
-/// Seeded weights, quantised; of several rows the first is all zeros. One code is -128, which no quantiser makes but a
-/// file may hold.
+/// Seeded, quantised weights. The first of several rows is zero. One code is -128: no quantiser writes it, but a file
+/// may contain it.
 fn seeded(weight: Weight, seed: u64) -> Result<int8::Rows, CheckError> {
     let mut values = weights(seed, weight.len() as usize, weight.k);
     zero_first(&mut values, weight.k as usize);
@@ -41,7 +41,7 @@ fn upload(device: &Device, rows: &int8::Rows) -> WeightBuffers {
     }
 }
 
-/// What the codes in a weight's buffers mean, in f32.
+/// Dequantises a weight's buffers on the host, in f32.
 fn values_of(
     device: &Device,
     weight: Weight,
@@ -61,16 +61,16 @@ fn weight(n: u32, k: u32) -> Weight {
     Weight::new(n, k).expect("the sizes below are valid")
 }
 
-/// Rows that words divide by 16, 8, 4 bytes and not at all, one and many.
+/// Row lengths that are multiples of 16, 8 or 4 bytes, and odd ones; one row and many.
 const SHAPES: [(u32, u32); 9] =
     [(1, 1), (7, 13), (37, 41), (24, 200), (5, 12), (40, 1032), (130, 4096), (3, 22_001), (999, 8)];
 
-/// Rows that words divide, and rows that straddle words.
+/// Rows of whole words, and rows that straddle words.
 fn instance_weights() -> [Weight; 2] {
     [4096, 41].map(|k| weight(4096, k))
 }
 
-/// n, k and dtype of the layer that benches measure.
+/// n, k and dtype of the layer to benchmark.
 const fn layer(scale: Scale) -> (u32, u32, DType) {
     match scale {
         Scale::Gpu => (14336, 4096, DType::Bf16),
@@ -82,7 +82,7 @@ fn weight_params(weight: Weight, dtype: DType) -> Params {
     params([("n", weight.n.into()), ("k", weight.k.into()), ("dtype", dtype.name().into())])
 }
 
-/// A request to bitsandbytes, which `torch.py` runs where it is installed.
+/// A request to bitsandbytes; `torch.py` runs it if bitsandbytes is installed.
 fn request(op: &str, m: u32, w: Weight, dtype: DType) -> Value {
     json!({ "op": op, "m": m, "n": w.n, "k": w.k, "dtype": dtype.name() })
 }

@@ -1,4 +1,4 @@
-//! Quantisation to 8 bits.
+//! Checks 8-bit quantisation against its reference.
 
 use arch::{Backend, DType, Device};
 use kernels::int8::{
@@ -71,8 +71,8 @@ impl KernelSuite for Int8Quantize {
         Ok(verdict)
     }
 
-    /// Compares scales to the last bit, and codes except where a scale wrong by two units in the last place excuses
-    /// them. The error of the verdict is the number of parts that are wrong.
+    /// Compares scales bit for bit. A code may differ only if a scale that is off by two units in the last place
+    /// explains it. The error of the verdict is the number of failed parts.
     fn verify_operands(
         device: &Device,
         p: &QuantizeProblem,

@@ -1,4 +1,4 @@
-//! Matmul against its reference, and the shapes that break matmuls.
+//! Checks matmul against its reference.
 
 use arch::Device;
 use cubecl::server::Handle;
@@ -16,14 +16,14 @@ use crate::check::{
 };
 use crate::norm::reference_rule;
 
-/// What the operands hold.
+/// Contents of the operands, with a seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inputs {
-    /// Seeded, normal.
+    /// Normal.
     Normal(u64),
-    /// Normal with infinities and NaN planted in both operands.
+    /// Normal, with infinities and NaN in both operands.
     Special(u64),
-    /// Normal, in buffers that reach past 2^31 elements: only what the problem reads is there.
+    /// Normal, in buffers that reach past 2^31 elements. Only the elements that the problem reads are initialised.
     Far(u64),
 }
 
@@ -35,7 +35,7 @@ impl Inputs {
     }
 }
 
-/// One shape to verify.
+/// A problem to verify.
 #[derive(Debug, Clone, Copy)]
 pub struct EdgeCase {
     pub problem: MatmulProblem,
@@ -43,22 +43,22 @@ pub struct EdgeCase {
 }
 
 impl EdgeCase {
-    /// How the rows of a grouped problem are shared out, by the seed.
+    /// Distribution of rows over the groups of a grouped problem, chosen by the seed; `None` for other problems.
     pub fn shares(&self) -> Option<Shares> {
         self.problem.grouped.then(|| Shares::ALL[(self.inputs.seed() % 4) as usize])
     }
 }
 
-/// How many rows each group has.
+/// Distribution of rows over groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shares {
-    /// As many as every other.
+    /// The same number for each group.
     Even,
-    /// None but the last, which has all.
+    /// All rows in the last group.
     Last,
-    /// One, and the last what is left.
+    /// One row per group; the last group has the rest.
     Single,
-    /// Every other group none.
+    /// Every other group is empty.
     Gaps,
 }
 
@@ -74,7 +74,7 @@ impl Shares {
         }
     }
 
-    /// Where the rows of each group begin, and the last one's end.
+    /// First row of each group, then the end of the last group.
     fn offsets(self, problem: &MatmulProblem) -> Vec<u32> {
         let (groups, m) = (problem.batches.inner, problem.m);
         let first = |g: u32| match self {
@@ -87,11 +87,11 @@ impl Shares {
     }
 }
 
-/// Runs `problem` on fresh host inputs and compares every result with the reference. The output is
-/// filled with NaN first, so an element nobody wrote fails.
+/// Runs `case` on fresh host inputs and compares every result with the reference. The output is NaN before the launch,
+/// so that an unwritten element fails.
 ///
 /// # Errors
-/// The kernel failed to run; a wrong result is a [`Verdict`], not an error.
+/// The kernel failed to run. A wrong result is a [`Verdict`], not an error.
 pub(super) fn verify(
     device: &Device,
     case: &EdgeCase,
@@ -155,11 +155,11 @@ pub(super) fn verify(
     verdict(device, problem, &operands, &host, None)
 }
 
-/// Rows of a result that is far itself which are checked, the first and the last.
+/// Rows compared at each end of a result that is itself far.
 const FAR_ROWS: u32 = 64;
 
-/// [`verify`] without an epilogue of operands that begin, or whose second batch begins, far away, or of a result that
-/// reaches far: the reference has them close together.
+/// [`verify`] without an epilogue, for operands or second batches that begin far away, or for a result that reaches
+/// far. The reference gets them close together.
 fn check_far(
     device: &Device,
     problem: &MatmulProblem,
@@ -190,7 +190,7 @@ fn check_far(
     };
     let [lhs, rhs, out] = problem.extents();
     let size = stored.bytes();
-    // Each batch's matrix of an operand, written where it lies.
+    // Writes the matrix of each batch to its place.
     let place = |values: &[f32], of: [Operand; 2], steps: [u64; 2], len: usize| {
         let last = u64::from(problem.batches.inner - 1);
         let matrix = values.len() - (of[0].start + last * steps[0]) as usize;
@@ -232,27 +232,27 @@ fn check_far(
     Ok(Verdict { comparison, digest: first.digest ^ last.digest.rotate_left(1) })
 }
 
-/// [`FAR_ROWS`] rows of the result of `p` from row `first` on.
+/// A view of [`FAR_ROWS`] rows of the result of `p`, from row `first` on.
 fn rows_of(out: &Handle, p: &MatmulProblem, first: u32) -> Handle {
     let row = p.n as usize * p.out.size();
     window(out, first as usize * row, FAR_ROWS as usize * row)
 }
 
-/// The inputs of one product, decoded.
+/// Decoded inputs of one matmul.
 struct Host {
     lhs: Vec<f32>,
     rhs: Vec<f32>,
     bias: Option<Vec<f32>>,
     gate: Option<Vec<f32>>,
     residual: Option<Vec<f32>>,
-    /// The weight of the norm.
+    /// Weight of the norm.
     norm: Option<Vec<f32>>,
-    /// Of the groups.
+    /// First row of each group, then the end of the last group.
     offsets: Option<Vec<u32>>,
 }
 
-/// Compares what a launch left in `operands` with the reference at a seeded sample of positions,
-/// reading the inputs back from the device.
+/// Compares the result of a launch in `operands` with the reference at a seeded sample of positions. Reads the inputs
+/// back from the device.
 ///
 /// # Errors
 /// The launch failed.
@@ -328,10 +328,11 @@ fn verdict(
     Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
 }
 
-/// Added to the mean of the squares of rows that are near 1.
+/// Epsilon of the norm. It is large next to the mean square of the rows, which is about 1, so that leaving it out
+/// fails.
 pub(crate) const EPS: f32 = 0.25;
 
-/// A problem's norm, whose weight is `weight`.
+/// Converts a problem's norm to the reference's form; `weight` is its weight.
 pub(crate) fn row_norm<'a>(
     norm: Option<NormKind>,
     buffers: Option<&NormBuffers>,
@@ -352,7 +353,7 @@ const fn reference_dtype(precision: Precision) -> reference::DType {
     }
 }
 
-/// The format of the result.
+/// Dtype of the result.
 pub(crate) const fn result_dtype(problem: &MatmulProblem) -> reference::DType {
     match problem.out {
         arch::DType::F16 => reference::DType::F16,

@@ -1,4 +1,4 @@
-//! Matmul: its cases, instances and peers.
+//! Matmul: cases, instances and peers.
 
 mod check;
 
@@ -121,7 +121,7 @@ impl KernelSuite for Matmul {
         add(view((80, 16), (64, 8), [48, 40, 64]), Inputs::Normal(94));
         add(view((71, 3), (45, 5), [50, 33, 65]), Inputs::Normal(95));
         for (seed, (epilogue, out)) in (120..).zip(epilogues(precision)) {
-            // Whole tiles, every edge, thin; and deep enough that k is cut into parts, with batches.
+            // Whole tiles, every edge, few rows. Then a k deep enough for split-k, with batches.
             for sizes in [[64, 64, 64], [33, 47, 29], [1, 136, 40]] {
                 let p = MatmulProblem { epilogue, out, ..dense(1, sizes, rows) };
                 add(p, Inputs::Normal(seed));
@@ -132,11 +132,11 @@ impl KernelSuite for Matmul {
         for problem in normed(precision) {
             add(problem, Inputs::Normal(140));
         }
-        // One row has all that is special, or each of several its own.
+        // Special values in one row, and in one of each of several rows.
         add(normed(precision)[0], Inputs::Special(141));
         add(normed(precision)[6], Inputs::Special(142));
         add_groups(&mut add, precision);
-        // k cut into parts, the last of them ragged.
+        // Split-k with a ragged last part.
         add(dense(1, [5, 40, 2051], [Layout::Row, Layout::Col]), Inputs::Normal(114));
         for (seed, sizes) in [(96, [40, 48, 56]), (97, [128, 128, 64]), (98, [3, 130, 35])] {
             add(dense(1, sizes, [Layout::Row, Layout::Col]), Inputs::Special(seed));
@@ -145,8 +145,8 @@ impl KernelSuite for Matmul {
         cases
     }
 
-    /// Full tiles, every edge, one thin, edges of all but k, one of more blocks than a card has processors, one deep
-    /// enough for split-k in many parts, the last of them ragged.
+    /// Full tiles, every edge, few rows, edges in m and n only, more blocks than a card has processors. Also split-k in
+    /// many parts, the last one ragged.
     fn config_cases(precision: Precision) -> Vec<EdgeCase> {
         let layouts = [Layout::Row, Layout::Col];
         let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72], [9, 37, 80]];
@@ -169,14 +169,14 @@ impl KernelSuite for Matmul {
         }
         add([24, 72, 8184], layouts, 210, Epilogue::default());
         add([2064, 3080, 256], layouts, 213, full);
-        // Large tiles, and k in parts.
+        // Large tiles with split-k.
         add([256, 1024, 8184], layouts, 214, full);
-        // Few rows, whose k is in parts for tiles that a driver moves.
+        // Few rows with split-k, for tiles loaded by TMA.
         add([24, 136, 4104], [Layout::Row, Layout::Col], 215, full);
         add([40, 264, 4096], layouts, 216, Epilogue { residual: true, ..Epilogue::default() });
-        // Results that do not fill a word: a buffer is longer than they are.
+        // Results that do not fill a word, so the buffer is longer than the result.
         add([3, 67, 8184], layouts, 211, full);
-        // Batches, each of which begins past the start of the buffers, of whole tiles and of none.
+        // Batches with whole and with ragged tiles. Every batch but the first begins past the start of the buffers.
         for (seed, batch, size) in
             [(217, 2, [256, 256, 128]), (218, 3, [72, 137, 99]), (219, 3, [24, 136, 4096])]
         {
@@ -319,7 +319,7 @@ impl KernelSuite for Matmul {
                 BenchCase::alone(MatmulProblem { norm: Some(NormKind::Rms), ..plain })
             }));
         }
-        // Adapters of a linear layer, each for its own rows.
+        // Adapters of a linear layer, each with its own rows.
         cases.push(BenchCase::alone(match scale {
             Scale::Gpu => grouped(8, [4096; 3], LINEAR[1], Bf16),
             Scale::Host => grouped(4, [512; 3], LINEAR[1], F32),
@@ -327,8 +327,8 @@ impl KernelSuite for Matmul {
         cases
     }
 
-    /// Every candidate for whole tiles and for few rows, where the tiles themselves differ; the first few, among them the
-    /// default, where the code around the tiles differs.
+    /// Every candidate for whole tiles and for few rows, where the tiles differ. Elsewhere only the code around the
+    /// tiles differs, so the first few candidates, including the default, are enough.
     fn instances() -> Vec<InstanceCase<MatmulProblem>> {
         use Precision::{Bf16, F16, F16Acc16, F32, Tf32};
         let (row, col) = (Layout::Row, Layout::Col);
@@ -342,14 +342,14 @@ impl KernelSuite for Matmul {
             let problem = dense([4096; 3], layouts, precision);
             InstanceCase { problem, most: usize::MAX, clean: usize::MAX }
         };
-        // Whole vectors, but no whole tiles.
+        // Whole vectors, but ragged tiles.
         let ragged = |layouts, precision, most| InstanceCase {
             problem: dense([4088, 4072, 4104], layouts, precision),
             most,
             clean: 1,
         };
-        // Not even vectors: elements are copied one by one, and on sm_89 and sm_120 some configs spill up to
-        // 148 bytes over it.
+        // Sizes that no vector divides: elements are copied one by one. On sm_89 and sm_120 some configs then spill up
+        // to 148 bytes.
         let odd = |layouts, precision| InstanceCase {
             problem: dense([4095, 4093, 4091], layouts, precision),
             most: 2,
@@ -365,10 +365,10 @@ impl KernelSuite for Matmul {
             whole([row, row], F32),
             whole([row, col], F16Acc16),
             whole([row, row], F16Acc16),
-            // f16 differs from bf16 in one letter of an instruction.
+            // f16 code differs from bf16 code in one letter of an instruction.
             InstanceCase { most: 1, ..whole([row, col], F16) },
         ];
-        // Few rows: flat tiles, and k in parts.
+        // Few rows: flat tiles and split-k.
         for m in [1, 8, 64] {
             for [n, k] in [[14336, 4096], [4096, 14336]] {
                 let problem = dense([m, n, k], [row, col], Bf16);
@@ -388,7 +388,7 @@ impl KernelSuite for Matmul {
             ragged([row, col], F32, 2),
             odd([col, row], Tf32),
         ]);
-        // What layers have, and all of it at once.
+        // Epilogues of layers, and all parts at once.
         let (gelu, silu) = (Some(Activation::Gelu), Some(Activation::Silu));
         for epilogue in [
             Epilogue { bias: true, activation: gelu, ..none },
@@ -408,7 +408,7 @@ impl KernelSuite for Matmul {
                 clean,
             });
         }
-        // Groups: where a block begins is looked up, and no tile is known to be full.
+        // Groups: the first row of a block is looked up, and no tile is known to be full.
         for (precision, epilogue) in
             [(Bf16, none), (Bf16, everything), (F16Acc16, none), (Tf32, none), (F32, none)]
         {
@@ -421,7 +421,7 @@ impl KernelSuite for Matmul {
     }
 
     fn peers_on(device: &Device, p: &MatmulProblem, sets: &[MatmulOperands]) -> Peers {
-        // On a CPU cubek's strategy is no contender: Burn has another back end there.
+        // On a CPU, Burn uses another back end than cubek.
         match device.backend() {
             Backend::Cuda | Backend::Vulkan => {
                 vec![("cubek", peers::cubek_matmul(device, p, sets))]
@@ -452,7 +452,7 @@ impl KernelSuite for Matmul {
 }
 
 const ROWS: [Layout; 2] = [Layout::Row, Layout::Row];
-/// A linear layer: the weight is `[n, k]`.
+/// Layouts of a linear layer, whose weight is `[n, k]`.
 const LINEAR: [Layout; 2] = [Layout::Row, Layout::Col];
 
 fn dense(batch: u32, sizes: [u32; 3], layouts: [Layout; 2], precision: Precision) -> MatmulProblem {
@@ -463,7 +463,7 @@ fn grouped(groups: u32, sizes: [u32; 3], rhs: Layout, precision: Precision) -> M
     MatmulProblem::grouped(groups, sizes, rhs, precision).expect("sizes are positive")
 }
 
-/// Tile multiples, one more and one less, ones, primes, thin and deep shapes.
+/// Tile multiples, plus and minus one, ones, primes, thin and deep shapes.
 const SIZES: [[u32; 3]; 16] = [
     [1, 1, 1],
     [128, 128, 128],
@@ -483,8 +483,8 @@ const SIZES: [[u32; 3]; 16] = [
     [17, 130, 36],
 ];
 
-/// Views and batches past 2^31 elements; past 2^32, and with a result that is so large, on cards. Where a buffer may be so
-/// large: not through wgpu, which ends at 4 GiB. On a CPU of types of 16 bits alone, for others need twice the memory.
+/// Views and batches past 2^31 elements. Cards also get operands past 2^32 and a result past 2^31. wgpu gets none,
+/// because its buffers end at 4 GiB. A CPU gets 16-bit types only, because others take twice the memory.
 fn far_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
     let served = match backend {
         Backend::Cuda => true,
@@ -525,8 +525,8 @@ fn far_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
         .collect()
 }
 
-/// Rows that are normalised by the product: one and several, whole cubes and columns left over, one step of k and
-/// many, other results, batches.
+/// Matmuls that normalise their rows: one row and several, whole cubes and leftover columns, one step of k and many,
+/// other output types, batches.
 fn normed(precision: Precision) -> Vec<MatmulProblem> {
     let sizes = [[1, 256, 512], [2, 67, 4104], [1, 131, 8], [5, 264, 72], [8, 40, 136]];
     let kinds = [NormKind::Rms, NormKind::RmsPlusOne];
@@ -543,8 +543,8 @@ fn normed(precision: Precision) -> Vec<MatmulProblem> {
     problems
 }
 
-/// Groups: one, even ones, all rows in one of them, single rows, empty ones; more rows than a tile has, an
-/// edge in every group, and the epilogues, whose bias each group has of its own.
+/// Grouped problems: one group, even groups, all rows in one group, single rows, empty groups, more rows than a tile,
+/// an edge in every group. Also the epilogues; each group has its own bias.
 fn add_groups(add: &mut impl FnMut(MatmulProblem, Inputs), precision: Precision) {
     let grouped = |groups, sizes, rhs| {
         MatmulProblem::grouped(groups, sizes, rhs, precision).expect("sizes are positive")
@@ -565,7 +565,7 @@ fn add_groups(add: &mut impl FnMut(MatmulProblem, Inputs), precision: Precision)
     }
 }
 
-/// Each part of an epilogue, all of them together, and results of another type.
+/// Each part of an epilogue, all parts together, and other output types.
 fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
     let (none, own) = (Epilogue::default(), precision.storage());
     let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };

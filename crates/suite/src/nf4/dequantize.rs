@@ -1,4 +1,4 @@
-//! Dequantisation of 4-bit weights, to the last bit.
+//! Checks that dequantised 4-bit weights are bit-identical to the reference.
 
 use arch::{Backend, DType, Device};
 use kernels::matmul::Precision;
@@ -12,7 +12,7 @@ use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, fnv1a, launch_twice, read, reference_dtype, unwritten};
 use crate::kernel::{KernelSuite, Params, precision};
 
-/// A dequantisation to verify.
+/// A weight to dequantise and verify.
 #[derive(Debug, Clone, Copy)]
 pub struct DequantizeCase {
     pub problem: DequantizeProblem,
@@ -43,8 +43,8 @@ impl KernelSuite for Nf4Dequantize {
         params
     }
 
-    /// Every block size, nested and not, in both orders; odd counts, blocks that straddle rows, a last block and a
-    /// last group of blocks that are not whole; both code books.
+    /// Every block size, nested or not, in both orders; odd counts; blocks that straddle rows; a partial last block and
+    /// last group of blocks; both codebooks.
     fn edge_cases(precision: Precision, _backend: Backend) -> Vec<DequantizeCase> {
         let out = precision.storage();
         let mut weights = Vec::new();

@@ -1,4 +1,4 @@
-//! Matmuls with a 4-bit weight, as matmuls with the dense weight.
+//! Checks matmuls with a 4-bit weight against matmuls with the dequantised weight.
 
 use arch::{Backend, DType, Device};
 use cubecl::server::Handle;
@@ -21,7 +21,7 @@ use crate::check::{
 use crate::kernel::{KernelSuite, Params, precision};
 use crate::matmul::{EPS, reference_activation, reference_of, result_dtype, row_norm};
 
-/// A product to verify.
+/// A matmul to verify.
 #[derive(Debug, Clone, Copy)]
 pub struct MatmulCase {
     pub problem: Nf4MatmulProblem,
@@ -64,7 +64,7 @@ impl KernelSuite for Nf4Matmul {
         params
     }
 
-    /// One row and many, whole tiles and none, blocks that straddle rows, split-k, every part of an epilogue.
+    /// One row and many, whole and ragged tiles, blocks that straddle rows, split-k, every part of an epilogue.
     fn edge_cases(precision: Precision, _backend: Backend) -> Vec<MatmulCase> {
         let dtype = precision.storage();
         let product = |m, weight| Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
@@ -81,14 +81,14 @@ impl KernelSuite for Nf4Matmul {
             (5, weight(37, 41, 64, true, Order::Rows)),
             (2, weight(129, 328, 128, true, Order::Rows)),
             (1, weight(16, 256, 64, true, Order::Tiles)),
-            // One tile a cube is not enough: rows of the weight past every processor's second tile.
+            // More than one tile per cube: weight rows past every processor's second tile.
             (1, weight(16 * 300, 256, 64, true, Order::Tiles)),
             (11, weight(16 * 290, 256, 4096, false, Order::Tiles)),
-            // Planes without a share, and parts.
+            // Planes without work, and split-k.
             (4, weight(32, 256 * 11, 64, true, Order::Tiles)),
             (8, weight(64, 256 * 17, 128, true, Order::Tiles)),
             (16, weight(64, 256 * 21, 256, false, Order::Tiles)),
-            // Rows enough for the tiles of many: whole ones, ragged ones, parts.
+            // Rows enough for the tiled paths: whole tiles, ragged tiles, split-k.
             (256, weight(128, 512, 64, true, Order::Tiles)),
             (256, weight(128, 256, 64, true, Order::Tiles)),
             (130, weight(16 * 13, 256, 128, false, Order::Tiles)),
@@ -115,8 +115,8 @@ impl KernelSuite for Nf4Matmul {
                 problems.push(Nf4MatmulProblem { epilogue, ..product(m, weight) });
             }
         }
-        // Two matrices that gate one another: one tile of each, more than a cube takes at once, k in parts, halves
-        // of 64 that no plane of the tiled paths divides evenly, and none in tiles.
+        // Gated weights: one tile of each half, more than a cube takes at once, split-k. Also halves of 64 that no
+        // plane of the tiled paths divides evenly, and weights in rows.
         for (m, weight) in [
             (1, weight(32, 256, 64, true, Order::Tiles)),
             (5, weight(16 * 300, 512, 64, true, Order::Tiles)),
@@ -171,8 +171,8 @@ impl KernelSuite for Nf4Matmul {
             gated(70, weight(288, 512, 64, true, Order::Tiles)),
             gated(200, weight(288, 512, 64, false, Order::Tiles)),
             gated(5, weight(130, 200, 64, true, Order::Rows)),
-            // Tiles of 64 of k in rows: parts without a share of their own, blocks that are larger and smaller, planes past
-            // the end of the weight and of either half, several tiles of x.
+            // Tiles of 64 of k in rows: parts without work, larger and smaller blocks, planes past the end of the
+            // weight and of either half, several tiles of x.
             product(2, weight(131, 4096, 64, true, Order::Rows)),
             product(16, weight(4096, 64, 32, false, Order::Rows)),
             product(30, weight(40, 64 * 21, 256, true, Order::Rows)),
@@ -310,7 +310,7 @@ impl KernelSuite for Nf4Matmul {
                         }
                     }
                     problems.push(tiles(1, 32000, 4096, bf16));
-                    // Queries, keys and values of grouped heads; gate and up.
+                    // Fused query, key and value with grouped heads; then fused gate and up.
                     problems.push(tiles(1, 6144, 4096, bf16));
                     problems.push(tiles(8, 4096, 4096, bf16));
                     problems.push(tiles(1, 14336, 4096, DType::F16));
@@ -320,7 +320,7 @@ impl KernelSuite for Nf4Matmul {
                         problems.push(normed(gated(m, 28672, 4096, bf16)));
                     }
                 }
-                // The order of back ends without matrix instructions.
+                // Order for back ends without matrix instructions.
                 let rows = |m, n, k| product(m, n, k, Order::Rows, bf16);
                 problems.push(rows(1, 14336, 4096));
                 if more {
@@ -339,7 +339,7 @@ impl KernelSuite for Nf4Matmul {
         problems.into_iter().map(BenchCase::alone).collect()
     }
 
-    /// Rows of x in one fragment and in two, split-k, the plain path.
+    /// Rows of x in one fragment and in two, split-k, GEMV.
     fn instances() -> Vec<InstanceCase<Nf4MatmulProblem>> {
         let of = instance_weights();
         let product =
@@ -348,7 +348,7 @@ impl KernelSuite for Nf4Matmul {
             Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
         let mut cases = Vec::new();
         for weight in of {
-            // In tiles those that stream; the plain path is the same code for both orders but for its loads.
+            // Tiles: the streaming configs only, because GEMV code differs between the orders only in its loads.
             let most = if weight.order == Order::Tiles { 4 } else { 7 };
             for m in [1, 16] {
                 cases.push(InstanceCase { problem: product(m, weight), most, clean: 1 });
@@ -365,7 +365,7 @@ impl KernelSuite for Nf4Matmul {
         }
         let half = Nf4MatmulProblem { dtype: DType::F16, ..product(1, of[0]) };
         cases.push(InstanceCase { problem: half, most: 1, clean: 1 });
-        // Two matrices that gate one another.
+        // Gated weights.
         let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
         for (m, weight, most) in [(1, of[0], 2), (1, weight, 1), (16, of[0], 2)]
             .into_iter()
@@ -395,7 +395,8 @@ impl KernelSuite for Nf4Matmul {
     }
 }
 
-/// The weight of two matrices made of both, where they are weights by themselves.
+/// Splits a gated weight into its halves and joins them again, if each half is a valid weight. Returns other weights
+/// unchanged.
 fn rejoined(
     device: &Device,
     p: &Nf4MatmulProblem,
@@ -415,7 +416,7 @@ fn rejoined(
     Ok(joined)
 }
 
-/// The inputs of one product, decoded.
+/// Decoded inputs of one matmul.
 struct Host {
     x: Vec<f32>,
     values: Vec<f32>,
@@ -439,7 +440,7 @@ fn verdict(
     let out = dtype.decode(&bytes)?;
     let weight = dtype.decode(&dtype.encode(&host.values))?;
     let reference = reference_of(&dense);
-    // Of two matrices the upper half of the rows is the one that gates.
+    // The first half of a gated weight's rows is the gate, the second is up.
     let (weight, up) = weight.split_at(if p.glu { weight.len() / 2 } else { weight.len() });
     let (bias, up_bias) = match host.bias.as_deref().map(|bias| bias.split_at(p.columns() as usize))
     {
@@ -462,8 +463,8 @@ fn verdict(
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
 }
 
-/// Rows of x that are normalised by the product: as few and as many as there are, one tile and several, planes without
-/// a share, both kinds, two matrices that gate one another, and what words do not divide.
+/// Matmuls that normalise the rows of x: the fewest and the most rows, one tile and several, planes without work, both
+/// kinds, gated weights, and sizes that words do not divide.
 fn normed(dtype: DType) -> Vec<Nf4MatmulProblem> {
     let product = |m, weight| Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
     let mut problems = Vec::new();

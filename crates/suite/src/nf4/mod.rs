@@ -1,4 +1,4 @@
-//! 4-bit weights: what their three kernels share.
+//! 4-bit weights: shared code of their three kernels.
 
 mod dequantize;
 mod matmul;
@@ -31,7 +31,7 @@ fn weight_params(w: &Weight, dtype: DType) -> Params {
     params
 }
 
-/// A request to bitsandbytes, which `torch.py` runs where it is installed.
+/// A request to bitsandbytes; `torch.py` runs it if bitsandbytes is installed.
 fn request(op: &str, m: u32, w: &Weight, dtype: DType) -> Value {
     json!({
         "op": op,
@@ -44,7 +44,7 @@ fn request(op: &str, m: u32, w: &Weight, dtype: DType) -> Value {
     })
 }
 
-/// Weights whose decoding differs: the order of their codes, and the form of their absmax.
+/// Weights with different decoding code: the order of codes and the form of absmax vary.
 fn instance_weights() -> [Weight; 4] {
     let nested =
         [(Order::Tiles, true), (Order::Tiles, false), (Order::Rows, true), (Order::Rows, false)];
@@ -62,15 +62,15 @@ const fn code_name(code: FourBit) -> &'static str {
 struct Quantized {
     book: [f32; 16],
     codes: Vec<u8>,
-    /// As they are decoded, one a block.
+    /// Decoded scales, one per block.
     absmax: Vec<f32>,
     nested: Option<(Vec<u8>, Vec<f32>, f32)>,
-    /// What the codes mean, in f32.
+    /// Dequantised weights.
     values: Vec<f32>,
 }
 
 impl Quantized {
-    /// Seeded weights, quantised as bitsandbytes does; of several blocks the first is all zeros.
+    /// Seeded weights, quantised as bitsandbytes does. The first of several blocks is zero.
     fn seeded(weight: Weight, code: FourBit, seed: u64) -> Result<Self, CheckError> {
         let (len, block_size) = (weight.len() as usize, weight.block_size as usize);
         let mut values = weights(seed, len, weight.k);
@@ -89,7 +89,7 @@ impl Quantized {
         Ok(Self { book, codes: blocks.codes, absmax, nested, values })
     }
 
-    /// The buffers of `weight`, in its order.
+    /// Uploads the buffers of `weight`, in its order.
     fn upload(&self, device: &Device, weight: Weight) -> WeightBuffers {
         let client = device.client();
         let bytes = |bytes: &[u8]| client.create_from_slice(&padded(bytes));
@@ -111,7 +111,7 @@ impl Quantized {
     }
 }
 
-/// What the codes in a weight's buffers mean, in f32.
+/// Dequantises a weight's buffers on the host, in f32.
 fn values_of(
     device: &Device,
     weight: Weight,
@@ -129,7 +129,7 @@ fn values_of(
             let book = floats(&nested.book, 256)?;
             let scales = floats(&nested.scales, 2 * rows.groups() as usize)?;
             let book: [f32; 256] = book.try_into().expect("256 were read");
-            // Each group has an offset of its own.
+            // Each group has its own offset.
             let groups = codes.chunks(256).zip(scales.chunks_exact(2));
             let each = groups.map(|(codes, s)| nf4::unnest(&book, codes, &s[..1], s[1]));
             each.collect::<Result<Vec<_>, _>>()?.concat()

@@ -1,4 +1,4 @@
-//! Quantisation to 4 bits.
+//! Checks 4-bit quantisation against its reference.
 
 use arch::{Backend, DType, Device};
 use kernels::matmul::Precision;
@@ -18,7 +18,7 @@ use crate::check::{
 };
 use crate::kernel::{KernelSuite, Params, precision};
 
-/// A quantisation to verify; where the weight is nested, of its absmax too.
+/// A weight to quantise and verify; if it is nested, its absmax is quantised too.
 #[derive(Debug, Clone, Copy)]
 pub struct QuantizeCase {
     pub problem: QuantizeProblem,
@@ -45,7 +45,7 @@ impl KernelSuite for Nf4Quantize {
         &case.problem
     }
 
-    /// Every block size and type, odd counts, blocks that are not whole, both code books, nested and not.
+    /// Every block size, odd counts, partial blocks, both codebooks, nested or not.
     fn edge_cases(precision: Precision, _backend: Backend) -> Vec<QuantizeCase> {
         let dtype = precision.storage();
         let rows = |n, k, block_size, nested| weight(n, k, block_size, nested, Order::Rows);
@@ -97,8 +97,8 @@ impl KernelSuite for Nf4Quantize {
         Ok(verdict)
     }
 
-    /// Compares absmax to the last bit, and codes except where a reciprocal wrong by two units in the last place
-    /// excuses them. The error of the verdict is the number of parts that are wrong.
+    /// Compares absmax bit for bit. A code may differ only if a reciprocal that is off by two units in the last place
+    /// explains it. The error of the verdict is the number of failed parts.
     fn verify_operands(
         device: &Device,
         p: &QuantizeProblem,
@@ -118,7 +118,7 @@ impl KernelSuite for Nf4Quantize {
         let flag = read(device, &operands.flag, 4)?;
         let mut wrong = vec![reference::DType::F32.decode(&absmax)? != expected.absmax];
         wrong.push(book.disagreement(&values, block_size, &codes, 2)?.is_some());
-        // A block of zeros has the code of zero, and after an odd number there is another.
+        // A block of zeros has the code of zero. An odd count is padded with that code.
         let zeros = values.iter().take(block_size).all(|v| *v == 0.0);
         wrong.push(
             zeros && codes[..block_size.min(len) / 2] != expected.codes[..block_size.min(len) / 2],
