@@ -10,7 +10,8 @@ mod found {
     use half::bf16;
     use libloading::os::unix::Library;
 
-    /// Rounds `x` to nearest, ties to even. Returns the bits in the low half of a float register (psABI for x86-64, 3.2.3).
+    /// Rounds `x` to nearest, ties to even. Returns the bits in the low half of a float register (psABI for x86-64,
+    /// 3.2.3).
     #[unsafe(no_mangle)]
     extern "C" fn __truncsfbf2(x: f32) -> f32 {
         f32::from_bits(u32::from(bf16::from_f32(x).to_bits()))
