@@ -43,7 +43,7 @@ impl<'a> Weight<'a> {
     /// files; `dtype` is the type before quantisation.
     ///
     /// # Errors
-    /// Those of [`Layout::plan`] and [`Int8::plan`].
+    /// Errors of [`Layout::plan`] and [`Int8::plan`].
     pub fn plan(
         name: &str,
         shape: [usize; 2],

@@ -205,7 +205,7 @@ fn names(dtypes: &[DType]) -> String {
     names.join(" or ")
 }
 
-/// The name of an element type in headers of files.
+/// Returns the name of an element type in file headers.
 fn file_name(dtype: DType) -> String {
     format!("{:?}", to_file(dtype))
 }

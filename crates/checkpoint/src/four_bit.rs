@@ -247,7 +247,7 @@ impl<'a> FourBit<'a> {
     /// Returns the tensors that bitsandbytes saves for a weight of this name.
     ///
     /// # Errors
-    /// Those of [`Layout::plan`]; [`Error::Tensor`] for lengths that do not match the layout, and for invalid
+    /// Errors of [`Layout::plan`]; [`Error::Tensor`] for lengths that do not match the layout, and for invalid
     /// scales or codebooks.
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
         let layout = &self.layout;

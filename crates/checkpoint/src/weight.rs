@@ -52,7 +52,7 @@ impl Checkpoint {
     /// Reads the 2-D weight `{name}.weight`, and `{name}.bias` if it exists.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::weight`]; [`Error::Tensor`] for a wrong shape or dtype.
+    /// Errors of [`Checkpoint::weight`]; [`Error::Tensor`] for a wrong shape or dtype.
     pub fn linear(&self, name: &str) -> Result<Linear<'_>, Error> {
         let [weight_name, bias_name] = ["weight", "bias"].map(|part| format!("{name}.{part}"));
         let weight = self.weight(&weight_name)?;
@@ -144,7 +144,7 @@ impl<'a> Int8<'a> {
     /// Returns the tensors that bitsandbytes saves for a weight of this name.
     ///
     /// # Errors
-    /// Those of [`Int8::plan`]; [`Error::Tensor`] for lengths that do not match the shape, and for scales
+    /// Errors of [`Int8::plan`]; [`Error::Tensor`] for lengths that do not match the shape, and for scales
     /// that are negative or not finite.
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
         let plan = Self::plan(name, self.shape)?;

@@ -140,7 +140,7 @@ impl Writer {
     /// Writes the tensors of a weight.
     ///
     /// # Errors
-    /// Those of [`Writer::write`].
+    /// Errors of [`Writer::write`].
     pub fn write_all(&mut self, tensors: &[(String, Tensor<'_>)]) -> Result<(), Error> {
         tensors.iter().try_for_each(|(name, tensor)| self.write(name, tensor))
     }

@@ -113,7 +113,7 @@ impl Hub {
     /// Downloads a model's tokenizer and chat template, and returns the folder, which may lack the weights.
     ///
     /// # Errors
-    /// Those of [`Hub::model`].
+    /// Errors of [`Hub::model`].
     pub fn tokenizer(
         &self,
         model: &ModelName,

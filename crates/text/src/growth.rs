@@ -2,7 +2,7 @@
 //!
 //! The normalizer and the other parts are chains of stages. Each stage may replace one letter or token by many:
 //! fourteen stages with a factor of ten exhaust memory. That would happen already on open, when the file's own tokens
-//! are normalised. So strings must be short, and before the file is opened each stage is tried on a text with all
+//! are normalised. So strings must be short. Each stage is also tried before the file is opened, on a text with all
 //! strings that the stages look for.
 
 use std::mem;

@@ -176,7 +176,7 @@ impl ChatTemplate {
     /// `{% generation %}` and `{% endgeneration %}`.
     ///
     /// # Errors
-    /// Those of [`ChatTemplate::render`]; [`Error::Render`] if a filter changes a block, or a loop breaks within one.
+    /// Errors of [`ChatTemplate::render`]; [`Error::Render`] if a filter changes a block, or a loop breaks within one.
     pub fn render_marked(&self, prompt: &Prompt) -> Result<Marked, Error> {
         let now = prompt.now.unwrap_or_else(OffsetDateTime::now_utc);
         let nonce = nonce();

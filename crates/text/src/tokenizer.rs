@@ -82,7 +82,7 @@ impl Tokenizer {
     /// Opens the tokenizer of a model's folder and binds it to the vocabulary; `None` if the folder has none.
     ///
     /// # Errors
-    /// Those of [`Tokenizer::open`] and [`Tokenizer::for_vocab`].
+    /// Errors of [`Tokenizer::open`] and [`Tokenizer::for_vocab`].
     pub fn of_model(folder: &Path, vocab: usize) -> Result<Option<Self>, Error> {
         match folder.join("tokenizer.json").symlink_metadata() {
             Ok(_) => Self::open(folder)?.for_vocab(vocab).map(Some),

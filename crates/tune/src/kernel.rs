@@ -1,4 +1,4 @@
-//! The trait that every kernel family implements.
+//! The trait of all tunable kernels.
 
 use std::fmt::Debug;
 use std::hash::Hash;

@@ -164,7 +164,7 @@ pub fn measure(
 /// Times `launch` like [`measure`], without graphs: for work that allocates, such as another library's ops.
 ///
 /// # Errors
-/// Those of [`measure`].
+/// Errors of [`measure`].
 pub fn measure_launches(
     device: &Device,
     effort: Effort,

@@ -54,9 +54,9 @@ pub struct Tuner<'a> {
     pub device: &'a Device,
     pub cache: TuneCache,
     pub policy: Policy,
-    /// Written into new results.
+    /// Commit of this program, written into new results.
     pub commit: String,
-    /// UTC, RFC 3339; written into new results.
+    /// Current date (UTC, RFC 3339), written into new results.
     pub date: String,
 }
 
@@ -358,7 +358,7 @@ mod tests {
             vec![Output { handle, dtype: DType::I32, len: WORDS, tolerance: 0.0 }]
         }
         fn launch(queue: &Queue, _: &u32, config: &u32, operands: &Handle, _: Option<&Handle>) {
-            // A fill is no program that a compiler can keep.
+            // A fill runs on a device only, so a compiler has no program to collect.
             if let Queue::Device(device) = queue {
                 fill(device, operands, WORDS, *config);
             }

@@ -33,7 +33,7 @@ fn prompts_are_those_of_transformers() -> Result<(), Error> {
 #[test]
 fn files_have_an_order() -> Result<(), Error> {
     assert_eq!(template("pieces").names(), ["default", "tool_use"]);
-    assert_eq!(template("split").names(), ["default"]); // Of chat_template.jinja.
+    assert_eq!(template("split").names(), ["default"]); // From chat_template.jinja.
     let special = |bos: &str, eos: &str, pad: Option<&str>, unk: Option<&str>| {
         let [bos, eos, pad, unk] =
             [Some(bos), Some(eos), pad, unk].map(|token| token.map(str::to_owned));

@@ -35,7 +35,7 @@ pub(crate) fn rows(text: &str) -> Result<Rows, String> {
         }
     }
     for (row, events) in &mut rows {
-        // Of two events with the same begin, the outer one comes first.
+        // The outer event comes first if two begin at the same time.
         events.sort_by_key(|(begin, end, _)| (*begin, u64::MAX - end));
         nested(events).map_err(|why| format!("row {row:?}: {why}"))?;
     }
