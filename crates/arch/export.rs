@@ -1,7 +1,8 @@
-//! The build script of packages whose programs and tests run kernels on the CPU: these export what `src/bf16.rs` defines.
+//! Build script for packages whose programs and tests run kernels on the CPU: it makes them export the symbols of
+//! `src/bf16.rs`.
 
 pub(crate) fn main() {
-    // Nothing but the target decides.
+    // The output depends only on the target.
     println!("cargo::rerun-if-env-changed=CARGO_CFG_TARGET_ARCH");
     let is = |what: &str, value: &str| std::env::var(what).is_ok_and(|v| v == value);
     if is("CARGO_CFG_TARGET_ARCH", "x86_64") && is("CARGO_CFG_TARGET_OS", "linux") {

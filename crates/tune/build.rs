@@ -1,4 +1,4 @@
-//! Makes the results that ship from `benches/baselines`: all but the times, which are most of the bytes.
+//! Builds the shipped results from `benches/baselines`, without the times, which are most of the bytes.
 
 use std::env;
 use std::fs;
@@ -20,7 +20,7 @@ fn main() {
         println!("cargo::rerun-if-changed={}", file.display());
         let text = fs::read_to_string(file).expect("readable");
         for (number, line) in text.lines().enumerate() {
-            // Fields come in the order that `Entry` has them.
+            // Fields have the order of `Entry`.
             let (before, rest) = line.split_once(r#","median_ns":"#).unwrap_or((line, ""));
             let (_, after) = rest.split_once(r#","commit":"#).unwrap_or_else(|| {
                 panic!("{}:{}: no line of a tune cache", file.display(), number + 1)

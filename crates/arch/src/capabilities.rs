@@ -1,6 +1,6 @@
 //! Capabilities that follow from the back end's language and from how its units run.
 //!
-//! Kernels ask for a capability, never for a back end, so that a new back end is added here.
+//! Kernels ask for a capability, never for a back end, so a new back end is added only here.
 
 use crate::{ArchProfile, Backend};
 
@@ -14,17 +14,17 @@ impl ArchProfile {
         }
     }
 
-    /// Returns whether kernels may hold inline PTX: `mma.sync`, `cp.async`, shuffles in planes of 32 units.
+    /// Returns whether kernels may contain inline PTX: `mma.sync`, `cp.async`, shuffles in planes of 32 units.
     pub const fn inline_ptx(&self) -> bool {
         matches!(self.backend, Backend::Cuda)
     }
 
-    /// Returns whether units of a plane read each other's registers.
+    /// Returns whether units of a plane can read each other's registers.
     pub const fn plane_shuffles(&self) -> bool {
         matches!(self.backend, Backend::Cuda | Backend::Vulkan)
     }
 
-    /// Returns whether plane-scope matrices load from shared memory that is declared as words.
+    /// Returns whether plane-scope matrices can load from shared memory that is declared as words.
     pub const fn matrices_from_words(&self) -> bool {
         matches!(self.backend, Backend::Vulkan)
     }

@@ -1,4 +1,4 @@
-//! Opening a device.
+//! Opens devices.
 
 use std::path::PathBuf;
 
@@ -23,10 +23,10 @@ pub struct Device {
     ordinal: usize,
 }
 
-/// Why a device could not be opened.
+/// The reason that a device could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// This machine has none, or something it needs is absent.
+    /// The machine has no such device, or lacks a driver or library that it needs.
     #[error("no {backend} device: {why}\nhint: {how}")]
     Unavailable { backend: Backend, why: String, how: String },
     /// The back end has fewer devices.
@@ -35,31 +35,32 @@ pub enum OpenError {
          lists the first of each back end"
     )]
     Ordinal { backend: Backend, ordinal: usize, count: usize },
-    /// Another library's device is of a runtime that no backend stands for.
+    /// Another library's device uses a runtime without a backend here.
     #[error("no backend for CubeCL's runtime {runtime}\nhint: one of cuda, vulkan, webgpu, cpu")]
     Foreign { runtime: String },
     #[error(transparent)]
     UnknownProfile(#[from] UnknownProfile),
-    /// A profile of one backend was asked to restrict a device of another.
+    /// The profile belongs to another backend than the device.
     #[error(
         "profile `{profile}` describes a {of} device, not {backend}\nhint: use it with --backend {of}"
     )]
     ForeignProfile { profile: String, of: Backend, backend: Backend },
 }
 
-/// The folder in which compiled kernels are kept between runs, where there is a cache folder.
+/// Returns the folder of compiled kernels; `None` if the machine has no cache folder.
 pub(crate) fn kernel_cache() -> Option<PathBuf> {
     Some(dirs::cache_dir()?.join("flashover/kernels"))
 }
 
-/// Lets CubeCL keep compiled kernels between runs, beside the tuned configs. Its key is this program's build and the kernel's arguments, so nothing stale is found.
-/// A `cubecl.toml` of the user's still counts for everything else. The first call counts.
+/// Makes CubeCL cache compiled kernels between runs, next to the tuned configs. The key contains this program's build
+/// and the kernel's arguments, so stale kernels are never used. All other settings of a user's `cubecl.toml` still
+/// apply. Only the first call has an effect.
 fn keep_compiled_kernels() {
     let Some(cache) = kernel_cache() else { return };
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     config.compilation.cache = true;
     config.environment.path = CacheConfig::Directory(cache);
-    // False when the program that uses us, or an earlier device, set one: theirs holds.
+    // Returns false if the user's program or an earlier device set a config; that one stays.
     CubeClRuntimeConfig::try_set(config);
 }
 
@@ -67,7 +68,7 @@ impl Device {
     /// Opens the first device of `backend`.
     ///
     /// # Errors
-    /// [`OpenError::Unavailable`] says what is missing and how to get it.
+    /// [`OpenError::Unavailable`] names the missing part and a way to get it.
     pub fn open(backend: Backend) -> Result<Self, OpenError> {
         Self::open_nth(backend, 0)
     }
@@ -125,11 +126,11 @@ impl Device {
         Ok(Self { client, profile, raw, ordinal })
     }
 
-    /// A device that another library, such as Burn, has opened already. Not of the public API: CubeCL is in it, as in
-    /// `client` and `raw`.
+    /// Wraps a device that another library, such as Burn, has opened. Hidden like `client` and `raw`, because its
+    /// signature contains a type of CubeCL.
     ///
     /// # Errors
-    /// [`OpenError::Foreign`] for a runtime without a backend here.
+    /// [`OpenError::Foreign`] if the runtime has no backend here.
     #[doc(hidden)]
     pub fn of(raw: cubecl::Device) -> Result<Self, OpenError> {
         let client = raw.client();
@@ -149,10 +150,10 @@ impl Device {
         Ok(Self { client, profile, raw, ordinal })
     }
 
-    /// This device limited to the recorded profile `name`.
+    /// Returns this device limited to the recorded profile `name`.
     ///
     /// # Errors
-    /// An unknown profile, or one of another backend.
+    /// The profile is unknown or belongs to another backend.
     pub fn restrict(&self, name: &str) -> Result<Self, OpenError> {
         let limit = ArchProfile::recorded(name)?;
         if limit.backend != self.profile.backend {
@@ -165,18 +166,18 @@ impl Device {
         Ok(Self { profile: self.profile.restrict(name, &limit), ..self.clone() })
     }
 
-    /// The client that allocates and launches.
+    /// Returns CubeCL's client, which allocates and launches.
     #[doc(hidden)]
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// What this device can do.
+    /// Returns the facts about this device.
     pub fn profile(&self) -> &ArchProfile {
         &self.profile
     }
 
-    /// The backend that this device was opened through.
+    /// Returns the backend that opened this device.
     pub fn backend(&self) -> Backend {
         self.profile.backend
     }
@@ -239,7 +240,7 @@ fn profile_of(client: &Client, backend: Backend, ordinal: usize) -> ArchProfile 
             .collect::<std::collections::BTreeSet<_>>()
     };
     let mut mma = shapes(&features.matmul.mma);
-    // Every card with this instruction has it with f16 sums too; CubeCL 0.11 lists only f32 sums.
+    // Every card with this instruction also has it with f16 accumulators; CubeCL 0.11 lists only f32.
     let halves = MmaShape { ab: DType::F16, acc: DType::F32, m: 16, n: 8, k: 16 };
     if mma.contains(&halves) {
         mma.insert(MmaShape { acc: DType::F16, ..halves });

@@ -1,4 +1,4 @@
-//! What the drivers say that CubeCL does not pass on, and what is missing when they are silent.
+//! Facts from the drivers that CubeCL does not report, and the parts that a machine lacks.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 
 use crate::Backend;
 
-/// Something that a backend needs and this machine lacks.
+/// A requirement of a backend that this machine lacks.
 pub(crate) struct Missing {
     pub(crate) what: String,
     pub(crate) how: String,
@@ -26,8 +26,8 @@ pub(crate) struct AdapterFacts {
 }
 
 impl AdapterFacts {
-    /// The driver's name and version with everything but letters, digits and dots dropped, and without
-    /// the names of OpenGL's kinds, which stand before Mesa's version.
+    /// Returns the driver's name and version, reduced to letters, digits and dots. Words for OpenGL's
+    /// profile, which precede Mesa's version, are dropped.
     pub(crate) fn driver_slug(&self) -> String {
         const KINDS: [&str; 6] = ["", "OpenGL", "ES", "Core", "Compatibility", "Profile"];
         let words = self.driver.split(|c: char| !(c.is_ascii_alphanumeric() || c == '.'));
@@ -49,7 +49,7 @@ pub(crate) fn backend_adapters(backend: Backend) -> Vec<AdapterFacts> {
     }
 }
 
-/// Graphics adapters that are no CPU in disguise: Vulkan's, or OpenGL's where Vulkan has none.
+/// Returns the graphics adapters that are not software: Vulkan's, or OpenGL's if Vulkan has none.
 pub(crate) fn hardware_adapters() -> Vec<AdapterFacts> {
     let hardware = |api| {
         let mut found = adapters(api);
@@ -60,7 +60,7 @@ pub(crate) fn hardware_adapters() -> Vec<AdapterFacts> {
     if found.is_empty() { hardware(wgpu::Backends::GL) } else { found }
 }
 
-/// Every adapter of one graphics API, hardware first.
+/// Returns all adapters of one graphics API, hardware first.
 fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.backends = api;
@@ -100,13 +100,13 @@ fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
     facts
 }
 
-/// Turns of loops after which the driver of the device called `name` leaves them: Mesa's llvmpipe counts those of a program
-/// and leaves every loop when they are used up (`LP_MAX_TGSI_LOOP_ITERATIONS` of `lp_bld_limits.h`).
+/// Number of iterations after which the driver of the device `name` stops loops. Mesa's llvmpipe counts the iterations
+/// of a program and leaves every loop at the limit (`LP_MAX_TGSI_LOOP_ITERATIONS` of `lp_bld_limits.h`).
 pub(crate) fn max_loop_turns(name: &str) -> Option<u32> {
     name.to_lowercase().contains("llvmpipe").then_some(65_535)
 }
 
-/// What stands in the way of `backend` on this machine.
+/// Returns the libraries and headers that `backend` needs and this machine lacks.
 pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
     let absent = |names: &[&str]| !names.iter().any(|n| has_library(n));
     let mut out = Vec::new();
@@ -149,7 +149,7 @@ pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
     out
 }
 
-/// How to get a device of `backend` on a machine that has its libraries but no driver.
+/// Returns a hint for a machine that has the libraries of `backend` but no driver.
 pub(crate) const fn how_to_get(backend: Backend) -> &'static str {
     match backend {
         Backend::Cuda => "check that `nvidia-smi` lists a card",
@@ -160,12 +160,12 @@ pub(crate) const fn how_to_get(backend: Backend) -> &'static str {
 }
 
 fn has_library(name: &str) -> bool {
-    // SAFETY: loading a system library runs its initialisers; these are the drivers that the back
-    // ends load in any case, and the handle is dropped at once.
+    // SAFETY: loading a system library runs its initialisers. The backends load these drivers in any
+    // case, and the handle is dropped at once.
     unsafe { libloading::Library::new(name).is_ok() }
 }
 
-/// Version of the NVRTC library that would compile kernels.
+/// Returns the version of the NVRTC library that would compile kernels.
 pub(crate) fn nvrtc_version() -> Option<String> {
     // SAFETY: only tries to load each candidate name.
     if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
@@ -177,7 +177,7 @@ pub(crate) fn nvrtc_version() -> Option<String> {
     (status == cudarc::nvrtc::sys::nvrtcResult::NVRTC_SUCCESS).then(|| format!("{major}.{minor}"))
 }
 
-/// The folder whose `include` holds the CUDA headers: the same search as CubeCL's.
+/// Returns the folder whose `include` holds the CUDA headers; it searches the same places as CubeCL.
 pub(crate) fn cuda_headers() -> Option<String> {
     let roots = std::env::var("CUDA_PATH").into_iter();
     let known = ["/usr/local/cuda", "/opt/cuda", "/usr"].map(str::to_owned);
@@ -222,7 +222,7 @@ pub(crate) struct Cpu {
     pub(crate) part: String,
 }
 
-/// The first core in `/proc/cpuinfo`.
+/// Describes the first core in `/proc/cpuinfo`.
 pub(crate) fn cpu() -> Cpu {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     cpu_from(&text)
@@ -245,8 +245,8 @@ fn cpu_from(cpuinfo: &str) -> Cpu {
     }
 }
 
-/// Millijoules that the NVIDIA card of this name took since its driver was loaded; none where NVML does not tell, or has
-/// several of the name.
+/// Returns the energy in millijoules that the NVIDIA card of this name used since its driver was loaded. `None` if NVML
+/// does not report it, or lists several cards of that name.
 pub fn energy_millijoules(name: &str) -> Option<u64> {
     let nvml = Nvml::init().ok()?;
     let cards = (0..nvml.device_count().ok()?).filter_map(|index| nvml.device_by_index(index).ok());
@@ -255,7 +255,7 @@ pub fn energy_millijoules(name: &str) -> Option<u64> {
     card.total_energy_consumption().ok()
 }
 
-/// What NVML says of the first card, as name and value.
+/// Returns NVML's facts about the first card, as pairs of name and value.
 pub(crate) fn nvml_facts() -> Vec<(String, String)> {
     let Ok(nvml) = Nvml::init() else { return Vec::new() };
     let mut out = Vec::new();

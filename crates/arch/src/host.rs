@@ -1,26 +1,26 @@
-//! Memory of the host that this process may have.
+//! Host memory available to this process.
 
 use std::fs;
 use std::path::Path;
 
-/// In bytes.
+/// Host memory in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
-    /// Of the machine, or of the control group that this process is in.
+    /// Total of the machine, or the limit of this process's control group.
     pub total: u64,
-    /// What Linux could give without swapping: files that it keeps for later may go.
+    /// Memory that Linux can provide without swapping; cached files count as free.
     pub free: u64,
 }
 
 impl HostMemory {
-    /// Now; none where Linux's `/proc` is not there.
+    /// Reads the current values; `None` without Linux's `/proc`.
     pub fn now() -> Option<Self> {
         let own = Self::of(&fs::read_to_string("/proc/meminfo").ok()?)?;
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         Some(own.within(Path::new("/sys/fs/cgroup"), &groups))
     }
 
-    /// Of the text of `/proc/meminfo`.
+    /// Parses the text of `/proc/meminfo`.
     pub(crate) fn of(meminfo: &str) -> Option<Self> {
         let bytes = |name: &str| {
             let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
@@ -29,8 +29,8 @@ impl HostMemory {
         Some(Self { total: bytes("MemTotal:")?, free: bytes("MemAvailable:")? })
     }
 
-    /// What is left of it by the limits of control groups (version 2) below `root`; `groups` is the text of
-    /// `/proc/self/cgroup`. A group's limit holds for those within it, too.
+    /// Applies the limits of control groups (version 2) below `root`; `groups` is the text of
+    /// `/proc/self/cgroup`. A group's limit also holds for the groups within it.
     fn within(self, root: &Path, groups: &str) -> Self {
         let Some(path) = groups.lines().find_map(|line| line.strip_prefix("0::/")) else {
             return self;
@@ -43,7 +43,7 @@ impl HostMemory {
         })
     }
 
-    /// Of a control group that has a limit.
+    /// Reads a control group; `None` if it has no limit.
     fn of_group(folder: &Path) -> Option<Self> {
         let text = |name| fs::read_to_string(folder.join(name)).ok();
         let number = |name| text(name)?.trim().parse::<u64>().ok();
@@ -90,7 +90,7 @@ mod tests {
         write(outer, "memory.current", format!("{}\n", 5 * GIB));
         write(outer, "memory.stat", format!("anon 7\ninactive_file {GIB}\nactive_file {GIB}\n"));
         assert_eq!(left(), HostMemory { total: 6 * GIB, free: 3 * GIB });
-        // The tightest counts.
+        // The tightest limit counts.
         write(&inner, "memory.max", format!("{}\n", 2 * GIB));
         write(&inner, "memory.current", format!("{GIB}\n"));
         assert_eq!(left(), HostMemory { total: 2 * GIB, free: GIB });

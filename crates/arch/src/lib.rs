@@ -1,8 +1,8 @@
-//! What the GPU is: opening devices, and the facts that decide what can run on them.
+//! Opens devices and describes them: the facts that decide which kernels can run.
 //!
-//! A kernel of ours runs on a [`Device`] of this crate, an open handle. [`ArchProfile`] holds the plain
-//! facts that a kernel's feasibility depends on, [`ArchId`] is the name under which tuned results are
-//! kept. `--profile rtx4090` is [`Device::restrict`]: a real card limited to what another one has.
+//! A [`Device`] is an open handle; kernels run on it. An [`ArchProfile`] holds the plain facts that
+//! decide if a kernel is feasible. An [`ArchId`] is the key of tuned results. [`Device::restrict`]
+//! (`--profile rtx4090`) limits a real card to the features of another one.
 
 mod bf16;
 mod capabilities;

@@ -1,8 +1,8 @@
-//! What every device does right now: heat, power, clocks, memory, load.
+//! Monitors all devices: temperature, power, clocks, memory, load.
 //!
-//! NVML tells of NVIDIA cards, `/proc` of the host; other graphics adapters tell their names. What a
-//! device does not tell is named in its reading with the reason, and what any of it means for the user
-//! are its [`warnings`](Reading::warnings).
+//! NVML reports NVIDIA cards, and `/proc` the host; other graphics adapters only have names. A reading
+//! lists the quantities that a device does not report, with the reason. Its
+//! [`warnings`](Reading::warnings) tell the user about problems.
 
 mod host;
 mod nvml;
@@ -22,32 +22,32 @@ pub use warning::{
 use crate::facts::{self, AdapterFacts};
 use host::Times;
 
-/// PCI's number of NVIDIA.
+/// PCI vendor ID of NVIDIA.
 const NVIDIA: u32 = 0x10de;
 
-/// An open eye on every device of this machine.
+/// A monitor of all devices of this machine.
 pub struct Monitor {
     nvml: Option<Nvml>,
-    /// Why NVML, or the drivers of graphics, tell nothing.
+    /// Reasons that NVML or the graphics drivers report nothing.
     missing: Vec<Lack>,
     adapters: Vec<AdapterFacts>,
     times: Option<Times>,
 }
 
-/// What a reading is of.
+/// Kind of device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// An NVIDIA card, asked through NVML.
+    /// An NVIDIA card, read through NVML.
     Nvidia,
-    /// A graphics adapter that only wgpu knows.
+    /// A graphics adapter that only wgpu reports.
     Adapter,
     /// The host.
     Cpu,
 }
 
 impl Kind {
-    /// The name used in JSON and in labels.
+    /// Returns the name used in JSON and in labels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Nvidia => "nvidia",
@@ -57,41 +57,41 @@ impl Kind {
     }
 }
 
-/// One device at one moment. What is none is in `lacks`.
+/// The state of one device at one moment. Every quantity that is `None` is listed in `lacks`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Reading {
-    /// Its place in a sample, the same in every one: cards as `nvidia-smi` counts them, then adapters, then the CPU.
+    /// Position in a sample, the same in every sample: cards in the order of `nvidia-smi`, then adapters, then the CPU.
     pub index: usize,
     pub kind: Kind,
     pub name: String,
-    /// A card's UUID, an adapter's numbers of vendor and device, a CPU's part.
+    /// UUID of a card, vendor and device IDs of an adapter, or part of a CPU.
     pub id: String,
     pub temperature_c: Option<u32>,
     pub power_w: Option<f64>,
-    /// The limit that is enforced.
+    /// Enforced power limit.
     pub power_limit_w: Option<f64>,
     pub sm_clock_mhz: Option<u32>,
-    /// The highest that the card goes to.
+    /// Highest clock of the card.
     pub sm_clock_max_mhz: Option<u32>,
     pub memory_clock_mhz: Option<u32>,
-    /// All that is not free: with what the driver keeps for itself, which `nvidia-smi` counts apart.
+    /// Bytes that are not free, including memory that the driver reserves; `nvidia-smi` counts that separately.
     pub memory_used_bytes: Option<u64>,
     pub memory_total_bytes: Option<u64>,
-    /// Share of the time in which a kernel ran, or a core did not idle.
+    /// Share of the time in which a kernel ran, or in which cores were not idle.
     pub utilisation_percent: Option<f64>,
     /// Share of the time in which memory was read or written.
     pub memory_utilisation_percent: Option<f64>,
-    /// Of its first fan.
+    /// Speed of the first fan, relative to its highest.
     pub fan_percent: Option<u32>,
-    /// Since the driver was loaded.
+    /// Energy used since the driver was loaded.
     pub energy_j: Option<f64>,
-    /// What holds clocks down.
+    /// Reasons that clocks are limited.
     pub throttle_reasons: Option<Vec<ThrottleReason>>,
-    /// What is not there, and why.
+    /// Missing quantities, with reasons.
     pub lacks: Vec<Lack>,
 }
 
-/// What a reading may have, by the names of its fields.
+/// A quantity of a reading, named like its field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Quantity {
@@ -111,7 +111,7 @@ pub enum Quantity {
 }
 
 impl Quantity {
-    /// Every quantity, in the order of the fields.
+    /// All quantities, in the order of the fields.
     pub const ALL: [Self; 13] = [
         Self::TemperatureC,
         Self::PowerW,
@@ -128,7 +128,7 @@ impl Quantity {
         Self::ThrottleReasons,
     ];
 
-    /// The field's name.
+    /// Returns the name of the field.
     pub const fn name(self) -> &'static str {
         match self {
             Self::TemperatureC => "temperature_c",
@@ -148,7 +148,7 @@ impl Quantity {
     }
 }
 
-/// Quantities that are not there for one reason. As text, the reason and a hint.
+/// Quantities that are missing for one reason. It displays as the reason and a hint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{said}\nhint: {hint}")]
 pub struct Lack {
@@ -158,50 +158,50 @@ pub struct Lack {
     pub hint: String,
 }
 
-/// Why a quantity is not there.
+/// The reason that a quantity is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// NVML's library is not on this machine.
+    /// NVML's library is not installed.
     NvmlNotFound,
-    /// NVML finds no driver, or one of another version.
+    /// NVML finds no driver, or one of a different version.
     Driver,
     NoPermission,
-    /// The device or its driver has no such number.
+    /// The device or its driver does not provide the quantity.
     NotSupported,
-    /// The interface that the device is reached by has no such question.
+    /// The interface to the device cannot query the quantity.
     NotTold,
-    /// Load is what was between two samples.
+    /// No time passed since the last sample; load is measured between two samples.
     TooSoon,
     Failed,
 }
 
-/// What holds a card's clocks down, as NVML has it.
+/// The reason that a card's clocks are limited, as defined by NVML.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ThrottleReason {
-    /// Nothing runs.
+    /// The card is idle.
     Idle,
-    /// The clocks that were set for applications.
+    /// Application clocks are set.
     ApplicationClocks,
-    /// The power limit.
+    /// The power limit is reached.
     PowerCap,
-    /// The card itself halves its clocks, or worse: heat, a power brake or too much current.
+    /// The hardware at least halves its clocks: heat, a power brake or too much current.
     HardwareSlowdown,
-    /// Another card of its sync boost group.
+    /// Another card of the sync boost group limits the clocks.
     SyncBoost,
-    /// The driver keeps the card or its memory below its highest operating temperature.
+    /// The driver keeps the card or its memory below the highest operating temperature.
     ThermalSlowdown,
-    /// The card itself halves its clocks, or worse, for heat.
+    /// The hardware at least halves its clocks because of heat.
     HardwareThermalSlowdown,
-    /// Such as the power supply asks the card to draw less.
+    /// An external signal, such as from the power supply, asks the card to draw less power.
     PowerBrake,
-    /// The clocks that were set for the display.
+    /// Display clocks are set.
     DisplayClocks,
 }
 
 impl ThrottleReason {
-    /// Every reason.
+    /// All reasons.
     pub const ALL: [Self; 9] = [
         Self::Idle,
         Self::ApplicationClocks,
@@ -214,7 +214,7 @@ impl ThrottleReason {
         Self::DisplayClocks,
     ];
 
-    /// The name used in JSON and in labels.
+    /// Returns the name used in JSON and in labels.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -231,7 +231,7 @@ impl ThrottleReason {
 }
 
 impl Monitor {
-    /// Opens what this machine has. What it lacks is in [`missing`](Self::missing); the rest works.
+    /// Opens NVML and the graphics adapters. Failures are listed in [`missing`](Self::missing); the rest works.
     pub fn open() -> Self {
         let times = Times::now();
         let mut missing = Vec::new();
@@ -239,7 +239,7 @@ impl Monitor {
         let nvml = nvml.filter(|nvml| {
             nvml.device_count().map_err(|why| missing.push(nvml::lack(&why))).is_ok()
         });
-        // A driver that is broken rather than absent makes wgpu panic.
+        // wgpu panics if a driver is broken rather than absent.
         let adapters = panic::catch_unwind(facts::hardware_adapters).unwrap_or_else(|_| {
             missing.push(Lack {
                 why: Why::Failed,
@@ -252,12 +252,12 @@ impl Monitor {
         Self { nvml, missing, adapters, times }
     }
 
-    /// What tells nothing on this machine, and how it would.
+    /// Returns the interfaces that report nothing on this machine, with hints.
     pub fn missing(&self) -> &[Lack] {
         &self.missing
     }
 
-    /// A reading of every device. Load of the CPU is that since the sample before, or since the opening.
+    /// Reads all devices. CPU load is measured since the previous sample, or since [`open`](Self::open).
     pub fn sample(&mut self) -> Vec<Reading> {
         let mut readings = Vec::new();
         if let Some(nvml) = &self.nvml {
@@ -275,7 +275,8 @@ impl Monitor {
     }
 }
 
-/// An adapter's name, and why there is nothing else: for an NVIDIA card it is NVML that is missing.
+/// Returns a reading with the adapter's name, and the reason that the rest is missing. For an NVIDIA card the reason is
+/// the failure of NVML.
 fn of_adapter(index: usize, adapter: &AdapterFacts, missing: &[Lack]) -> Reading {
     let id = format!("{:04x}:{:04x}", adapter.vendor, adapter.device);
     let mut reading = Reading::new(index, Kind::Adapter, adapter.name.clone(), id);
@@ -314,7 +315,7 @@ impl Reading {
         }
     }
 
-    /// Notes that `quantities` are not there, beside others of the same reason.
+    /// Records that `quantities` are missing, together with others of the same reason.
     fn lack(&mut self, lack: &Lack, quantities: &[Quantity]) {
         let same = |l: &&mut Lack| l.why == lack.why && l.said == lack.said;
         match self.lacks.iter_mut().find(same) {

@@ -1,4 +1,4 @@
-//! The facts about a processor that decide which kernel configs can run on it.
+//! Facts about a processor that decide which kernel configs can run on it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -18,7 +18,7 @@ pub struct MmaShape {
     pub k: u32,
 }
 
-/// Matrices that a whole cube multiplies, of multiples of `m`, `n` and `k`.
+/// Cube-scope (workgroup) cooperative matrices; sizes are multiples of `m`, `n` and `k`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct CubeMma {
     pub ab: DType,
@@ -26,35 +26,38 @@ pub struct CubeMma {
     pub m: u32,
     pub n: u32,
     pub k: u32,
-    /// Units of such a cube; of others the results are wrong, and nobody says so.
+    /// Required number of units in the cube; any other number silently gives wrong results.
     pub units: Option<u32>,
 }
 
 impl CubeMma {
-    /// Those that are made of `shape`.
+    /// Returns cube-scope matrices with the granularity of `shape`.
     pub const fn of(shape: MmaShape, units: Option<u32>) -> Self {
         let MmaShape { ab, acc, m, n, k } = shape;
         Self { ab, acc, m, n, k, units }
     }
 }
 
-/// Identity of an architecture for tuned results, with `@profile` when restricted. On CUDA compute
-/// capability and number of multiprocessors, through wgpu vendor, device and driver version, on a CPU
-/// its part and its cores: taken from the driver, never from an ordinal or a product name, so that two
-/// machines with the same card share results.
+/// Identity of an architecture for tuned results, with `@profile` appended if restricted.
 ///
-/// Cards that differ in memory and clocks alone share one too: an H100 SXM and an H200 are both
-/// `cuda-sm90-132`. A config tuned on one runs on the other and may not be its best, and a baseline of
-/// one is compared with the other; ceilings are measured in every run, so shares of them hold on both.
-/// The versions of CUDA's driver and compiler are not part of it either: a record's card names them.
+/// It consists of the compute capability and the number of multiprocessors (CUDA), of vendor, device and
+/// driver version (wgpu), or of part and cores (CPU). It never contains an ordinal or a product name, so
+/// two machines with the same card share results.
+///
+/// Cards that differ only in memory and clocks share an identity: an H100 SXM and an H200 are both
+/// `cuda-sm90-132`. A config tuned on one runs on the other but may not be its fastest, and baselines of
+/// one are compared with the other. Every run measures its ceilings, so shares of them hold on both.
+/// Versions of CUDA's driver and compiler are not part of the identity; a record lists them on its card.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ArchId(pub String);
 
 impl ArchId {
-    /// Families of cards whose tuned configs suit this one, its own first. On CUDA a family is a compute capability,
-    /// that of the recorded profile where one restricts the card; a newer one than RTX 40 takes over RTX 40's too.
-    /// Through Vulkan and WebGPU a family is a vendor. A CPU has none: its configs depend on the part.
+    /// Returns the families of cards whose tuned configs suit this one, its own first.
+    ///
+    /// On CUDA a family is a compute capability: that of the recorded profile if one restricts the card. Cards
+    /// newer than RTX 40 also use the family of RTX 40. Through Vulkan and WebGPU a family is a vendor. A CPU has
+    /// none: its configs depend on the part.
     pub fn families(&self) -> Vec<String> {
         let (id, profile) = self.0.split_once('@').unwrap_or((&self.0, ""));
         let mut parts = id.split('-');
@@ -81,43 +84,43 @@ impl fmt::Display for ArchId {
     }
 }
 
-/// Plain facts of one processor as one backend sees it.
+/// Plain facts about one processor, as one backend reports them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArchProfile {
     pub id: ArchId,
     pub backend: Backend,
-    /// Name given by the driver; for people, never for decisions.
+    /// Name from the driver, for display only; no decision depends on it.
     pub name: String,
-    /// Name of the recorded profile that restricts this one.
+    /// Name of the recorded profile that restricts this one, if any.
     pub restricted_to: Option<String>,
     /// CUDA compute capability as `major * 10 + minor`.
     pub compute_capability: Option<u32>,
-    /// Streaming multiprocessors, or cores of a CPU, where the backend tells.
+    /// Number of streaming multiprocessors or CPU cores, if the backend reports it.
     pub processors: Option<u32>,
     pub memory_bytes: Option<u64>,
-    /// The most that a kernel reads or writes as one buffer, where that is less than memory.
+    /// Largest buffer in bytes that a kernel can bind, if less than the memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_buffer_bytes: Option<u64>,
-    /// Turns of loops, all loops of a unit together, after which the device leaves them without an error.
+    /// Number of iterations, over all loops of a unit, after which the device silently stops loops.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_loop_turns: Option<u32>,
-    /// Last-level cache.
+    /// Bytes of the last-level cache.
     pub cache_bytes: Option<u64>,
-    /// Units that run in lock step (warp, subgroup).
+    /// Smallest and largest number of units that run in lock step (warp, subgroup).
     pub plane_size: (u32, u32),
     pub max_shared_bytes: u32,
     pub max_units_per_cube: u32,
     /// Bytes of the widest single load.
     pub load_bytes: u32,
-    /// Types a kernel may compute in or store.
+    /// Types that a kernel may compute in or store.
     pub dtypes: BTreeSet<DType>,
     /// Register-level matrix instructions (`mma.sync`).
     pub mma: BTreeSet<MmaShape>,
     /// Plane-scope cooperative matrices.
     pub cmma: BTreeSet<MmaShape>,
-    /// Cube-scope cooperative matrices: granularity of each size.
+    /// Cube-scope cooperative matrices, with the granularity of each size.
     pub cube_mma: BTreeSet<CubeMma>,
-    /// Shared memory that the driver keeps when cube-scope matrices are used.
+    /// Bytes of shared memory that the driver reserves when cube-scope matrices are used.
     pub cube_mma_reserved_bytes: u32,
     /// Asynchronous global-to-shared copies (`cp.async`).
     pub async_copy: bool,
@@ -128,9 +131,10 @@ pub struct ArchProfile {
 }
 
 impl ArchProfile {
-    /// This card limited to what `limit` also has: what is tuned and tested so would run there.
-    /// Compute capability, processor count and cache stay the real ones, because code is compiled for
-    /// the real card, run by it and measured on it: operands must outgrow the cache that is there.
+    /// Limits this card to features that `limit` also has, so that configs tuned and tested here run there.
+    ///
+    /// Compute capability, processor count and cache stay those of the real card, which compiles, runs and
+    /// measures the code: operands must exceed its cache.
     pub fn restrict(&self, name: &str, limit: &Self) -> Self {
         fn least<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
             [a, b].into_iter().flatten().min()
@@ -156,7 +160,7 @@ impl ArchProfile {
         }
     }
 
-    /// The deepest matrix instruction of [`ArchProfile::mma`] that takes `ab` and accumulates in `acc`.
+    /// Returns the instruction of [`ArchProfile::mma`] with the largest k for inputs `ab` and accumulators `acc`.
     pub fn mma_for(&self, ab: DType, acc: DType) -> Option<MmaShape> {
         self.mma.iter().filter(|s| s.ab == ab && s.acc == acc).max_by_key(|s| s.k).copied()
     }
@@ -177,16 +181,16 @@ const RECORDED: [(&str, &str); 4] = [
     ("h200", include_str!("../profiles/h200.json")),
 ];
 
-/// Names of the recorded profiles.
+/// Returns the names of the recorded profiles.
 pub fn recorded() -> impl Iterator<Item = &'static str> {
     RECORDED.into_iter().map(|(name, _)| name)
 }
 
 impl ArchProfile {
-    /// A profile recorded in `crates/arch/profiles`, by file name.
+    /// Loads a profile from `crates/arch/profiles` by file name.
     ///
     /// # Errors
-    /// [`UnknownProfile`] lists the names there are.
+    /// [`UnknownProfile`] lists the recorded names.
     pub fn recorded(name: &str) -> Result<Self, UnknownProfile> {
         let found = RECORDED.iter().find(|(n, _)| *n == name);
         let (_, text) = found.ok_or_else(|| UnknownProfile {

@@ -1,4 +1,4 @@
-//! What this machine has: every device, which one would be chosen and why, what is missing.
+//! Surveys this machine: all devices, the automatic choice and its reason, and missing parts.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,23 +7,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::{ArchProfile, Backend, Device, OpenError, device, facts};
 
-/// One device that opened.
+/// A device that could be opened.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DeviceReport {
     pub backend: Backend,
     pub name: String,
     pub arch_id: String,
     pub memory_bytes: Option<u64>,
-    /// A CPU pretending to be a GPU (llvmpipe).
+    /// True for a software renderer (llvmpipe): a CPU that acts as a GPU.
     pub software: bool,
-    /// Versions of driver and compilers, by name.
+    /// Versions of the driver and compilers, by name.
     pub versions: BTreeMap<String, String>,
-    /// Clocks, power and temperature, where the driver tells.
+    /// Clocks, power and temperature by name, as far as the driver reports them.
     pub clocks: BTreeMap<String, String>,
     pub profile: ArchProfile,
 }
 
-/// Something that would make a backend work.
+/// A missing requirement of a backend.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MissingReport {
     pub what: String,
@@ -31,33 +31,33 @@ pub struct MissingReport {
     pub how: String,
 }
 
-/// The backend that `auto` means here.
+/// The backend that `auto` chooses on this machine.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Choice {
     pub backend: Backend,
     pub why: String,
 }
 
-/// The whole survey.
+/// A survey of the machine.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
     pub devices: Vec<DeviceReport>,
     pub chosen: Option<Choice>,
     pub missing: Vec<MissingReport>,
-    /// None where the system has no folder for caches.
+    /// Cache of compiled kernels; `None` if the system has no cache folder.
     pub kernel_cache: Option<KernelCache>,
 }
 
-/// Where compiled kernels are kept between runs. What another build of the program compiled is never used.
+/// The cache of compiled kernels between runs. A program never uses kernels that another build of it compiled.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct KernelCache {
     pub folder: PathBuf,
-    /// Bytes of its files.
+    /// Total bytes of its files.
     pub bytes: u64,
 }
 
 impl Report {
-    /// Whether a device that is no CPU in disguise was found.
+    /// Returns true if a GPU was found; software renderers do not count.
     pub fn has_gpu(&self) -> bool {
         self.devices.iter().any(is_gpu)
     }
@@ -67,7 +67,7 @@ fn is_gpu(d: &DeviceReport) -> bool {
     d.backend != Backend::Cpu && !d.software
 }
 
-/// Opens every backend once and reports what it found.
+/// Opens every backend once and reports the results.
 pub fn survey() -> Report {
     let (devices, missing, kernel_cache) = (Vec::new(), Vec::new(), kernel_cache());
     let mut report = Report { devices, chosen: None, missing, kernel_cache };
@@ -112,7 +112,7 @@ fn kernel_cache() -> Option<KernelCache> {
     Some(KernelCache { folder, bytes })
 }
 
-/// The first GPU in the order of [`Backend::ALL`], else the CPU.
+/// Chooses the first GPU in the order of [`Backend::ALL`], else the CPU.
 fn choose(report: &Report) -> Option<Choice> {
     let gpu = report.devices.iter().find(|d| is_gpu(d));
     let chosen = gpu.or_else(|| report.devices.iter().find(|d| d.backend == Backend::Cpu))?;
@@ -124,8 +124,8 @@ fn choose(report: &Report) -> Option<Choice> {
     Some(Choice { backend: chosen.backend, why })
 }
 
-/// A driver that is broken rather than absent makes CubeCL panic: that is a finding to report here,
-/// not a crash of the survey.
+/// Opens a device, or returns the problem and a hint. CubeCL panics if a driver is broken rather than
+/// absent; the survey reports that panic and goes on.
 fn open_or_say_why(backend: Backend) -> Result<Device, (String, String)> {
     match std::panic::catch_unwind(|| Device::open(backend)) {
         Ok(Ok(device)) => Ok(device),
@@ -140,7 +140,7 @@ fn open_or_say_why(backend: Backend) -> Result<Device, (String, String)> {
     }
 }
 
-/// The facts of one open device.
+/// Describes one open device.
 pub fn describe(device: &Device) -> DeviceReport {
     let profile = device.profile().clone();
     let adapter = facts::backend_adapters(profile.backend).into_iter().nth(device.ordinal());

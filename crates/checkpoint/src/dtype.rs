@@ -1,9 +1,9 @@
-//! Element types as safetensors names them: the only place that converts them.
+//! Converts between element types of safetensors and ours.
 
 use quant::DType;
 use safetensors::Dtype;
 
-/// Element types of files, each with ours. Files with elements of less than a byte, or of complex numbers, are refused.
+/// Element types of files with ours. Files with sub-byte or complex elements are refused.
 const NAMES: [(Dtype, DType); 16] = [
     (Dtype::BOOL, DType::Bool),
     (Dtype::U8, DType::U8),
@@ -23,12 +23,12 @@ const NAMES: [(Dtype, DType); 16] = [
     (Dtype::U64, DType::U64),
 ];
 
-/// The element type of a file as ours.
+/// Converts an element type of a file; `None` if unsupported.
 pub(crate) fn from_file(dtype: Dtype) -> Option<DType> {
     NAMES.into_iter().find(|(file, _)| *file == dtype).map(|(_, ours)| ours)
 }
 
-/// The element type that a file is given; tf32 is stored as f32.
+/// Converts an element type for a file; tf32 is stored as f32.
 pub(crate) fn to_file(dtype: DType) -> Dtype {
     NAMES.into_iter().find(|(_, ours)| *ours == dtype).map_or(Dtype::F32, |(file, _)| file)
 }

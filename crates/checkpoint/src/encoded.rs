@@ -4,23 +4,23 @@ use quant::{Block, DType, Scales, Scheme, WeightFormat};
 
 use crate::{Absmax, Error, FourBit, Int8, Layout, Nested, Plan, Weight};
 
-/// A quantised weight as buffers, whatever its format.
+/// A quantised weight of any format as buffers.
 ///
-/// The buffers are codes, scales, the codebook if the format has one, and of nested scales their codebook and
-/// `[groups, 2]` f32: the scale and the offset of 256 blocks each. All are little-endian.
+/// The buffers are codes, scales, and the codebook if the format has one. Nested scales add their codebook and
+/// `[groups, 2]` f32: scale and offset per group of 256 blocks. All are little-endian.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Encoded<'a> {
     pub scheme: Scheme,
-    /// Type of the values before they were quantised.
+    /// Type of the values before quantisation.
     pub dtype: DType,
     pub shape: Vec<usize>,
     pub buffers: Vec<Cow<'a, [u8]>>,
 }
 
-/// Why a quantised weight cannot be written to a file.
+/// The reason that a quantised weight cannot be written to a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotStored {
-    /// A weight joined of several, whose nested absmax have an offset each.
+    /// The weight was joined from several, and their nested absmax have different offsets.
     #[error(
         "nested absmax of joined weights have an offset each\nhint: store the weights before they are joined"
     )]
@@ -30,7 +30,7 @@ pub enum NotStored {
 }
 
 impl<'a> Weight<'a> {
-    /// The format of a quantised weight.
+    /// Returns the format of a quantised weight; `None` if dense.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Dense(_) => None,
@@ -39,11 +39,11 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// The tensors that hold a weight of this name, for [`crate::Writer::create`], in a format of files; `dtype` is that of
-    /// its values before.
+    /// Returns the plan of tensors for a weight of this name, for [`crate::Writer::create`]. The format must be one of
+    /// files; `dtype` is the type before quantisation.
     ///
     /// # Errors
-    /// As [`Layout::plan`] and [`Int8::plan`].
+    /// Errors of [`Layout::plan`] and [`Int8::plan`].
     pub fn plan(
         name: &str,
         shape: [usize; 2],
@@ -56,7 +56,7 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// The buffers of a quantised weight.
+    /// Returns the buffers of a quantised weight; `None` if dense.
     pub fn encoded(&self) -> Option<Encoded<'_>> {
         match self {
             Self::Dense(_) => None,
@@ -80,7 +80,7 @@ impl<'a> Weight<'a> {
             }
             Self::Int8(Int8 { shape, codes, scb }) => Some(Encoded {
                 scheme: WeightFormat::Int8.scheme(),
-                // As the format has no place for another.
+                // The format does not store another type.
                 dtype: DType::F16,
                 shape: shape.to_vec(),
                 buffers: vec![Cow::Borrowed(&codes[..]), bytes(scb)],
@@ -88,7 +88,7 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// Makes some rows of a weight whose blocks end with rows, or all of one whose blocks do not.
+    /// Returns some rows of a weight if its blocks end with rows (int8), else the whole weight.
     #[must_use]
     pub fn rows(self, rows: std::ops::Range<usize>) -> Self {
         match self {
@@ -101,7 +101,7 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// Values of a quantised weight by flat index, in f32.
+    /// Returns a function from flat index to dequantised f32 value; `None` for a dense weight.
     pub fn decoder(&self) -> Option<Box<dyn Fn(usize) -> f32 + Sync + '_>> {
         match self {
             Self::Dense(_) => None,
@@ -157,7 +157,7 @@ impl<'a> TryFrom<Encoded<'a>> for Weight<'a> {
 }
 
 impl Absmax<'_> {
-    /// One number a block.
+    /// Returns the dequantised absmax, one per block.
     fn values(&self) -> Cow<'_, [f32]> {
         match self {
             Self::Plain(absmax) => Cow::Borrowed(absmax),
@@ -172,7 +172,7 @@ impl Absmax<'_> {
     }
 }
 
-/// The layout of a 4-bit weight in a file.
+/// Returns the layout of a 4-bit weight in a file; `None` for other formats.
 fn layout(scheme: Scheme, dtype: DType, shape: &[usize]) -> Option<Layout> {
     let Block::Elements(block_size) = scheme.block else { return None };
     scheme.format.info().codebook.map(|_| Layout {

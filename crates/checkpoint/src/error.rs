@@ -6,7 +6,7 @@ use quant::{DType, WeightFormat};
 
 use crate::dtype::to_file;
 
-/// The beginning, on one line, of a text that comes from a file.
+/// Returns the beginning of a text from a file, with control characters escaped, for one line of a message.
 pub fn short(text: impl fmt::Display) -> String {
     const MOST: usize = 200;
     let text = text.to_string();
@@ -21,7 +21,7 @@ pub fn short(text: impl fmt::Display) -> String {
     out
 }
 
-/// Adds a line for each of a list, and the number of the others where it is long.
+/// Adds a line for each item of a list; of a long list, only the first and the number of the others.
 pub fn list<T: fmt::Display>(text: &mut String, kind: &str, all: impl ExactSizeIterator<Item = T>) {
     const MOST: usize = 1000;
     let more = all.len().saturating_sub(MOST);
@@ -37,12 +37,12 @@ fn sizes(shape: &[usize]) -> String {
     short(format!("{shape:?}"))
 }
 
-/// Why a checkpoint cannot be read or written.
+/// The reason that a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read {}: {why}", .path.display())]
     Read { path: PathBuf, why: io::Error },
-    /// A folder with neither of the two names.
+    /// The folder has neither of the two files.
     #[error(
         "{} has neither model.safetensors nor model.safetensors.index.json{}", .folder.display(),
         found.map_or_else(String::new, |found| format!("\nhint: {}", found.hint()))
@@ -50,27 +50,27 @@ pub enum Error {
     NoWeights { folder: PathBuf, found: Option<Found> },
     #[error("cannot write {}: {why}", .path.display())]
     Write { path: PathBuf, why: io::Error },
-    /// A header that is cut, no JSON, or at odds with itself or the length of the file.
+    /// The header is truncated, not JSON, or inconsistent with itself or the length of the file.
     #[error("{} is not a safetensors file: {}", .path.display(), short(.why))]
     Header { path: PathBuf, why: String },
     #[error("{} does not tell which shard holds which tensor: {}", .path.display(), short(.why))]
     Index { path: PathBuf, why: String },
     #[error("{} names {}, which is not there\nhint: download all shards", .index.display(), short(.shard))]
     MissingShard { index: PathBuf, shard: String },
-    /// All tensors that are not where an index says, each with the shard that lacks it.
+    /// All tensors that are missing from the shard in the index, each with that shard.
     #[error("{}", misplaced(.index, .tensors))]
     Misplaced { index: PathBuf, tensors: Vec<(String, String)> },
-    /// All tensors that are in two shards, each with both.
+    /// All tensors that are in two shards, each with both files.
     #[error("{}", twice(.index, .tensors))]
     Twice { index: PathBuf, tensors: Vec<(String, [PathBuf; 2])> },
     #[error("tensor {}: {reason}", short(.tensor))]
     Tensor { tensor: String, reason: Reason },
 }
 
-/// What a folder has in place of weights that can be read.
+/// Unreadable weights that a folder contains instead of readable ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
-    /// Shards that no index lists.
+    /// Shards without an index.
     Shards,
     /// Weights that PyTorch pickled.
     Pickles,
@@ -79,7 +79,7 @@ pub enum Found {
 }
 
 impl Found {
-    /// What a folder has, by the names of its files.
+    /// Detects such weights by the names of the files.
     pub(crate) fn in_folder(folder: &Path) -> Option<Self> {
         let names: Vec<String> = folder
             .read_dir()
@@ -110,17 +110,17 @@ impl Found {
     }
 }
 
-/// Whether it is named as `model-00001-of-00002.safetensors`.
+/// Returns true for a name like `model-00001-of-00002.safetensors`.
 fn is_shard(name: &str) -> bool {
     name.starts_with("model-") && name.contains("-of-") && name.ends_with(".safetensors")
 }
 
-/// What is wrong with a tensor.
+/// The problem with a tensor.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Reason {
     #[error("is not there")]
     Missing,
-    /// No part of the format that its neighbours are in.
+    /// The tensor is not part of its neighbours' format.
     #[error("does not belong to {0}")]
     Unexpected(&'static str),
     #[error("is there twice, or is written twice")]
@@ -137,23 +137,23 @@ pub enum Reason {
     Bytes { have: usize, need: usize },
     #[error("shape {} is too large to count its elements", sizes(.0))]
     Overflow(Vec<usize>),
-    /// The JSON of a quantization state.
+    /// The JSON of a quantization state is invalid.
     #[error("is no quantization state: {}", short(.0))]
     State(String),
     #[error("more than one quantization state: {}", short(.0.join(", ")))]
     States(Vec<String>),
     #[error("quantization of type {}; nf4 and fp4 are known", short(format!("{:?}", .0)))]
     QuantType(String),
-    /// Of a quantization state, whose name tells it too.
+    /// The type in a quantization state differs from the type in its name.
     #[error("says that the type is {state}, and is named as one of type {name}")]
     QuantTypes { state: WeightFormat, name: WeightFormat },
-    /// NF4's 16 values ascend, FP4's do not.
+    /// The codebook has the wrong order: NF4's 16 values ascend, FP4's do not.
     #[error("is not that of {0}, which is the type that the quantization state says")]
     QuantMap(WeightFormat),
-    /// A scale is the largest magnitude of a block.
+    /// The largest magnitude in the codebook is not 1. It must be, because a scale is the largest magnitude of a block.
     #[error("has {0} as its largest magnitude where 1 was expected")]
     QuantMapEnd(f32),
-    /// What bitsandbytes quantizes scales to: 256 values, in order.
+    /// The codebook of nested scales does not ascend to 1; bitsandbytes uses 256 ascending values.
     #[error("does not rise from value to value up to 1")]
     NestedQuantMap,
     #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
@@ -162,7 +162,7 @@ pub enum Reason {
     NestedBlockSize(usize),
     #[error("has shape {}; the weight in blocks of {block_size} values has {need:?}", sizes(.have))]
     Blocks { have: Vec<usize>, need: Vec<usize>, block_size: usize },
-    /// Two values a byte, `[bytes/size, 1]` of the storage's dtype.
+    /// The shape of the codes is wrong: two codes per byte, stored as `[bytes/size, 1]` in the storage's dtype.
     #[error("has shape {}, which does not hold {len} values of 4 bits stored as {}", sizes(.have), file_name(*.storage))]
     Packing { have: Vec<usize>, len: usize, storage: DType },
     #[error("value {index} is infinite or not a number")]
@@ -205,7 +205,7 @@ fn names(dtypes: &[DType]) -> String {
     names.join(" or ")
 }
 
-/// The name of an element type in headers of files.
+/// Returns the name of an element type in file headers.
 fn file_name(dtype: DType) -> String {
     format!("{:?}", to_file(dtype))
 }

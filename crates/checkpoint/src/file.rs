@@ -18,11 +18,11 @@ use serde::Deserialize;
 use crate::dtype::from_file;
 use crate::{Error, Found, Reason};
 
-/// The longest header that is read, as in the format's own crate: its JSON is held in memory.
+/// Largest accepted header in bytes, as in the safetensors crate: its JSON is held in memory.
 const MOST_HEADER_BYTES: usize = 100_000_000;
 
-/// Tensors by name, in one file or in the shards of a folder. Files are mapped: what is asked for is read,
-/// and not copied.
+/// Tensors by name, in one file or in the shards of a folder. Files are memory-mapped: only requested
+/// tensors are read, without a copy.
 #[derive(Debug)]
 pub struct Checkpoint {
     shards: Vec<Shard>,
@@ -43,7 +43,7 @@ struct Place {
     bytes: Range<usize>,
 }
 
-/// Part of a file, which stays mapped as long.
+/// A part of a file; the file stays mapped while this exists.
 #[derive(Debug, Clone)]
 pub struct Mapped {
     map: Arc<Mmap>,
@@ -56,7 +56,7 @@ impl AsRef<[u8]> for Mapped {
     }
 }
 
-/// A dense row-major tensor, its bytes little-endian.
+/// A dense row-major tensor with little-endian bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor<'a> {
     pub dtype: DType,
@@ -64,25 +64,27 @@ pub struct Tensor<'a> {
     pub bytes: Cow<'a, [u8]>,
 }
 
-/// `model.safetensors.index.json`.
+/// Contents of `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
 impl Checkpoint {
-    /// Opens a safetensors file, an index of shards, or a folder that has `model.safetensors` or, without it,
-    /// `model.safetensors.index.json`, as transformers does: an index next to a whole file is left from an older save. No one
-    /// may shorten the files while they are open.
+    /// Opens a safetensors file, an index of shards, or a folder.
+    ///
+    /// In a folder it opens `model.safetensors`, else `model.safetensors.index.json`, as transformers does: an index
+    /// next to a whole file is left from an older save. Tensors of a shard that the index does not list are included.
+    /// The files must not be shortened while they are open.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Header`], [`Error::Index`]; [`Error::MissingShard`] for a shard that is not
-    /// there, before any is opened; [`Error::Misplaced`] for tensors that their shards lack, [`Error::Twice`] for
-    /// those that two have. Tensors of a shard that no index lists are there, as if it did.
+    /// [`Error::Read`], [`Error::Header`], [`Error::Index`]; [`Error::NoWeights`] for a folder without either file;
+    /// [`Error::MissingShard`] for a missing shard, before any is opened; [`Error::Misplaced`] for tensors that are
+    /// not in their shards; [`Error::Twice`] for tensors in two shards.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         if path.is_dir() {
-            // A link to nothing is a file that cannot be read.
+            // A dangling link counts as an unreadable file, not as a missing one.
             let absent = |file: &Path| {
                 file.symlink_metadata().is_err_and(|why| why.kind() == io::ErrorKind::NotFound)
             };
@@ -103,17 +105,17 @@ impl Checkpoint {
         }
     }
 
-    /// The tensors, in order.
+    /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Whether there is a tensor of this name.
+    /// Returns true if a tensor of this name exists.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// A tensor as it lies in the file.
+    /// Returns a tensor with its bytes in the file.
     ///
     /// # Errors
     /// [`Reason::Missing`].
@@ -123,8 +125,8 @@ impl Checkpoint {
         Ok(Tensor { dtype: place.dtype, shape: place.shape.clone(), bytes: bytes.into() })
     }
 
-    /// Bytes that [`Checkpoint::tensor`] gave, as something that keeps their file mapped: what uploads them may take
-    /// its time. None for bytes that are no file's of this checkpoint.
+    /// Returns a handle to bytes from [`Checkpoint::tensor`] that keeps their file mapped, for asynchronous uploads.
+    /// `None` if the bytes do not belong to a file of this checkpoint.
     pub fn mapped(&self, bytes: &[u8]) -> Option<Mapped> {
         self.shards.iter().find_map(|shard| {
             let start = bytes.as_ptr().addr().checked_sub(shard.map.as_ptr().addr())?;
@@ -133,26 +135,26 @@ impl Checkpoint {
         })
     }
 
-    /// The files that hold them.
+    /// Returns the files of the checkpoint.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|shard| shard.path.as_path())
     }
 
-    /// Says that a tensor is not needed for now: the system counts what was read of it among this process's
-    /// memory no more, and reads it from the file where it is asked for again. Without it all that was ever
-    /// asked for counts. Nothing happens where there is no such tensor, or the system has no such call.
+    /// Releases the memory pages of a tensor. The system no longer counts them as memory of this process, and
+    /// reads them again from the file on the next access. Without this call every tensor that was ever read
+    /// counts. Does nothing if the tensor does not exist or the system lacks such a call.
     pub fn release(&self, name: &str) {
         #[cfg(unix)]
         if let Some(Place { shard, bytes, .. }) = self.tensors.get(name) {
             let (map, advice) = (&self.shards[*shard].map, UncheckedAdvice::DontNeed);
-            // SAFETY: nobody writes to the map, so that pages which are dropped are read again as they were.
+            // SAFETY: the map is never written, so dropped pages are read again unchanged.
             let released = unsafe { map.unchecked_advise_range(advice, bytes.start, bytes.len()) };
-            // A system that does not follow keeps the pages.
+            // On an error the pages stay in memory.
             released.ok();
         }
     }
 
-    /// What is named `{name}.…`, without that.
+    /// Returns the names that start with `{name}.`, without that prefix.
     pub(crate) fn below(&self, name: &str) -> impl Iterator<Item = &str> {
         let prefix = format!("{name}.");
         let from = self.tensors.range(prefix.clone()..);
@@ -204,8 +206,8 @@ impl Checkpoint {
         }
     }
 
-    /// Adds what is in shards and in no index, so that whoever needs no such tensor says so. What is there already
-    /// comes back, with both files.
+    /// Adds tensors that no index lists, so that a caller can report those that it does not expect. Returns the
+    /// duplicates, with both files.
     fn take_unlisted(&mut self, unlisted: Vec<(String, Place)>) -> Vec<(String, [PathBuf; 2])> {
         let mut twice = Vec::new();
         for (name, place) in unlisted {
@@ -220,7 +222,7 @@ impl Checkpoint {
         twice
     }
 
-    /// Maps a file as the next shard.
+    /// Maps a file as the next shard, and returns its tensors.
     fn map(&mut self, path: &Path) -> Result<BTreeMap<String, Place>, Error> {
         let read = |why| Error::Read { path: path.to_owned(), why };
         ends(path).map_err(read)?;
@@ -228,8 +230,8 @@ impl Checkpoint {
         if !file.metadata().map_err(read)?.is_file() {
             return Err(read(io::Error::other("not a file")));
         }
-        // SAFETY: the map is only read; `open` asks that files are not shortened meanwhile, and bytes that
-        // change under it are still bytes.
+        // SAFETY: the map is only read. `open` requires that files are not shortened meanwhile, and any
+        // changed bytes are still valid bytes.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let places = places(&map, self.shards.len())
             .map_err(|why| Error::Header { path: path.to_owned(), why })?;
@@ -239,12 +241,12 @@ impl Checkpoint {
 }
 
 impl<'a> Tensor<'a> {
-    /// Whether the bytes are as many as the shape takes is found out where the tensor is used.
+    /// Makes a tensor. The number of bytes is checked against the shape where the tensor is used.
     pub fn new(dtype: DType, shape: &[usize], bytes: impl Into<Cow<'a, [u8]>>) -> Self {
         Self { dtype, shape: shape.to_vec(), bytes: bytes.into() }
     }
 
-    /// The values of an F32 tensor; borrowed where they lie at a multiple of four.
+    /// Returns the values of an F32 tensor, borrowed if the bytes are aligned to four.
     ///
     /// # Errors
     /// [`Reason::DType`], [`Reason::Bytes`].
@@ -267,7 +269,7 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// The values of an F16, BF16 or F32 tensor, as f32.
+    /// Returns the values of an F16, BF16 or F32 tensor as f32.
     ///
     /// # Errors
     /// [`Reason::DType`], [`Reason::Bytes`].
@@ -283,7 +285,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// A tensor of one axis.
+    /// Makes a 1-D F32 tensor.
     pub(crate) fn of_f32s(values: &'a [f32]) -> Self {
         let bytes = if cfg!(target_endian = "little") {
             Cow::Borrowed(bytemuck::cast_slice(values))
@@ -294,9 +296,9 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Bytes of a tensor.
+/// Returns the bytes of a tensor; an error on overflow.
 pub(crate) fn bytes_of(dtype: DType, shape: &[usize]) -> Result<usize, Reason> {
-    // In bits, as the format's own crate counts them.
+    // Counted in bits, as in the safetensors crate.
     let bits = shape.iter().try_fold(8 * dtype.size(), |n, axis| n.checked_mul(*axis));
     bits.map(|bits| bits / 8).ok_or_else(|| Reason::Overflow(shape.to_vec()))
 }
@@ -305,8 +307,8 @@ fn values(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
-/// Where the tensors of a file lie. The format's own crate adds lengths that a file may choose, and so may
-/// overflow; here they are compared before.
+/// Returns the places of the tensors in a file. The safetensors crate adds lengths from the file, which may
+/// overflow; here they are checked before.
 fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> {
     let (len, rest) = file.split_first_chunk::<8>().ok_or("it is shorter than a length")?;
     let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
@@ -329,13 +331,14 @@ fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> 
     metadata.tensors().into_iter().map(place).collect()
 }
 
-/// What a file of git-lfs begins with that was not fetched.
+/// Start of a git-lfs pointer, which stands for a file that was not fetched.
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
-/// Refuses what may never end, as a pipe, and pointers of git-lfs, which stand for a file.
+/// Checks that `path` is a folder or a regular file, and not a git-lfs pointer. A read from a pipe might
+/// never end.
 ///
 /// # Errors
-/// That there is nothing, or no file and no folder; [`io::ErrorKind::Unsupported`] for a pointer.
+/// The path does not exist, or is neither file nor folder; [`io::ErrorKind::Unsupported`] for a pointer.
 pub fn ends(path: &Path) -> io::Result<()> {
     let meta = fs::metadata(path)?;
     if meta.is_dir() {

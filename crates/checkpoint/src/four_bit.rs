@@ -5,52 +5,52 @@ use quant::{DType, WeightFormat};
 use crate::state::State;
 use crate::{Checkpoint, Error, Plan, Reason, Tensor};
 
-/// Values of one nested block.
+/// Number of absmax per nested block.
 const NESTED_BLOCK_SIZE: usize = 256;
 
-/// Values that a byte may stand for.
+/// Number of entries in the codebook of nested absmax.
 const NESTED_MAP: usize = 256;
 
-/// Everything of a weight of 4 bits but its numbers.
+/// Format, sizes and types of a 4-bit weight.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     /// NF4 or FP4.
     pub quant_type: WeightFormat,
-    /// 32, 64 .. 4096 elements; blocks run over the flat index and may straddle rows.
+    /// Elements per block: a power of two from 32 to 4096. Blocks run over the flat index and may span rows.
     pub block_size: usize,
-    /// Whether the absmax are bytes themselves.
+    /// True if the absmax are quantised to bytes.
     pub nested: bool,
-    /// Format before quantization: F16, BF16 or F32.
+    /// Type before quantisation: F16, BF16 or F32.
     pub dtype: DType,
-    /// Of the weight; a linear layer's is `[n, k]`.
+    /// Shape of the weight; `[n, k]` for a linear layer.
     pub shape: Vec<usize>,
-    /// What the bytes of the codes are said to be: U8, F16, BF16 or F32.
+    /// Type under which the bytes of the codes are stored: U8, F16, BF16 or F32.
     pub storage: DType,
 }
 
-/// A weight of 4 bits.
+/// A 4-bit weight.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FourBit<'a> {
     pub layout: Layout,
-    /// `[ceil(elements/2)]`, element 2j in the high half; after an odd number the last low half means
-    /// nothing.
+    /// `[ceil(elements/2)]`: element 2j is in the high half of byte j. With an odd number of elements the last
+    /// low half is unused.
     pub codes: Cow<'a, [u8]>,
-    /// `[16]`: what each code stands for.
+    /// `[16]`: the codebook.
     pub quant_map: Cow<'a, [f32]>,
     pub absmax: Absmax<'a>,
 }
 
-/// One number a block: `[ceil(elements/block_size)]`.
+/// The absmax of each block: `[ceil(elements/block_size)]`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Absmax<'a> {
     Plain(Cow<'a, [f32]>),
     Nested(Nested<'a>),
 }
 
-/// `absmax[b] = quant_map[codes[b]]·absmax[b/256] + offset`, in f32.
+/// Nested absmax: `absmax[b] = quant_map[codes[b]]·absmax[b/256] + offset`, in f32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Nested<'a> {
-    /// One a block.
+    /// One code per block.
     pub codes: Cow<'a, [u8]>,
     /// `[ceil(codes/256)]`
     pub absmax: Cow<'a, [f32]>,
@@ -59,27 +59,27 @@ pub struct Nested<'a> {
     pub offset: f32,
 }
 
-/// The 4-bit format of this name, as states of quantization have it.
+/// Returns the 4-bit format with this name in quantization states.
 fn named(name: &str) -> Result<WeightFormat, Reason> {
     let known = WeightFormat::all().find(|format| format.bits() == 4 && format.name() == name);
     known.ok_or_else(|| Reason::QuantType(name.into()))
 }
 
 impl Layout {
-    /// Elements of the weight.
+    /// Returns the number of elements of the weight.
     ///
     /// # Errors
     /// [`Reason::Overflow`].
     pub fn elements(&self) -> Result<usize, Reason> {
-        // In bits of f32, so that the decoded weight can be counted too.
+        // Counted in bits of f32, so that the size of the dequantised weight does not overflow either.
         let bits = self.shape.iter().try_fold(32usize, |n, axis| n.checked_mul(*axis));
         bits.map(|bits| bits / 32).ok_or_else(|| Reason::Overflow(self.shape.clone()))
     }
 
-    /// The tensors that hold a weight of this name, for [`crate::Writer::create`].
+    /// Returns the plan of tensors for a weight of this name, for [`crate::Writer::create`].
     ///
     /// # Errors
-    /// [`Error::Tensor`] for a block size, a dtype or a storage that the format has not.
+    /// [`Error::Tensor`] for a block size, dtype or storage that the format does not support.
     pub fn plan(&self, name: &str) -> Result<Vec<Plan>, Error> {
         let elements = self.check().map_err(|reason| reason.of(name))?;
         let below = |part: &str| format!("{name}.{part}");
@@ -107,7 +107,7 @@ impl Layout {
         format!("{name}.quant_state.bitsandbytes__{}", self.quant_type)
     }
 
-    /// The elements, where all of it is of the format.
+    /// Checks the layout and returns the number of elements.
     fn check(&self) -> Result<usize, Reason> {
         let (dtype, storage) = (self.dtype, self.storage);
         if !self.block_size.is_power_of_two() || !(32..=4096).contains(&self.block_size) {
@@ -124,7 +124,7 @@ impl Layout {
         Ok(len)
     }
 
-    /// What the state of this name says; the offset if it is nested.
+    /// Parses the quantization state of this name; returns the layout, and the offset if nested.
     fn read(name: &str, state: &Tensor<'_>, storage: DType) -> Result<(Self, Option<f32>), Reason> {
         let (_, suffix) = name.rsplit_once('.').unwrap_or(("", name));
         let Some(quant_type) = suffix.strip_prefix("bitsandbytes__") else {
@@ -182,7 +182,7 @@ impl Layout {
         }
     }
 
-    /// Whether a tensor is what was planned.
+    /// Checks that a tensor matches its plan.
     fn compare(&self, name: &str, plan: &Plan, tensor: &Tensor<'_>) -> Result<(), Error> {
         plan.check(tensor)
             .map_err(|reason| match reason {
@@ -200,7 +200,7 @@ impl Layout {
 }
 
 impl<'a> FourBit<'a> {
-    /// The weight of a name, if any part of one is there.
+    /// Reads the weight of this name; `None` if no part of a 4-bit weight exists.
     pub(crate) fn read(file: &'a Checkpoint, name: &str) -> Result<Option<Self>, Error> {
         const PARTS: [&str; 4] = ["absmax", "quant_map", "nested_absmax", "nested_quant_map"];
         let below = |part: &str| format!("{name}.{part}");
@@ -244,11 +244,11 @@ impl<'a> FourBit<'a> {
         Ok(Some(weight))
     }
 
-    /// The tensors that bitsandbytes saves for a weight of this name.
+    /// Returns the tensors that bitsandbytes saves for a weight of this name.
     ///
     /// # Errors
-    /// As [`Layout::plan`]; [`Error::Tensor`] for lengths that contradict the layout, and for numbers that
-    /// are not finite.
+    /// Errors of [`Layout::plan`]; [`Error::Tensor`] for lengths that do not match the layout, and for invalid
+    /// scales or codebooks.
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
         let layout = &self.layout;
         let plan = layout.plan(name)?;
@@ -279,14 +279,14 @@ impl<'a> FourBit<'a> {
         Ok(tensors)
     }
 
-    /// Numbers are finite, scales no less than 0, maps in the order of their type and up to 1, and scales nested
-    /// where the layout says so.
+    /// Checks that numbers are finite, scales not negative, and scales nested as in the layout. Codebooks must have
+    /// the order of their type and a largest magnitude of 1.
     fn check(&self, name: &str) -> Result<(), Error> {
         let check = |part: &str, values: &[f32]| {
             finite(values).map_err(|reason| reason.of(format!("{name}.{part}")))
         };
         check("quant_map", &self.quant_map)?;
-        // Else bitsandbytes would decode by the type, and we by the map.
+        // Otherwise bitsandbytes, which dequantises by type, and we, who use the codebook, would differ.
         let quant_type = self.layout.quant_type;
         if self.quant_map.is_sorted() != (quant_type == WeightFormat::Nf4) {
             return Err(Reason::QuantMap(quant_type).of(format!("{name}.quant_map")));
@@ -312,7 +312,8 @@ impl<'a> FourBit<'a> {
 }
 
 impl Nested<'_> {
-    /// The map rises to 1, and no absmax is further below 0 than rounding to the map explains, or past what f32 holds.
+    /// Checks that the codebook ascends to 1, and that each absmax is finite and not further below 0 than rounding to
+    /// the codebook explains.
     fn check(&self, name: &str) -> Result<(), Error> {
         let below = |part: &str| format!("{name}.{part}");
         let have = self.quant_map.len();
@@ -327,7 +328,7 @@ impl Nested<'_> {
         let rounding = gaps.fold(0.0, f32::max) / 2.0;
         let blocks = self.codes.chunks(NESTED_BLOCK_SIZE).zip(&*self.absmax);
         for (index, (codes, absmax)) in blocks.enumerate() {
-            // Of f32 itself, in the mean that is the offset and in what was taken from it.
+            // 1e-5 covers f32 rounding, in the offset (a mean) and in the subtraction from it.
             let least = -(rounding * absmax + 1e-5 * (absmax + self.offset.abs()));
             let decoded =
                 codes.iter().map(|c| self.quant_map[usize::from(*c)] * absmax + self.offset);
@@ -345,7 +346,7 @@ impl Nested<'_> {
     }
 }
 
-/// Whether the format stores codes as such.
+/// Checks that the format can store codes as this type.
 fn stores(storage: DType) -> Result<(), Reason> {
     let need = [&[DType::U8], &DType::FLOATS[..]].concat();
     match need.contains(&storage) {
@@ -354,7 +355,7 @@ fn stores(storage: DType) -> Result<(), Reason> {
     }
 }
 
-/// Largest magnitudes are finite and not negative.
+/// Checks that absmax values are finite and not negative.
 pub(crate) fn magnitudes(values: &[f32]) -> Result<(), Reason> {
     finite(values)?;
     match values.iter().position(|v| *v < 0.0) {

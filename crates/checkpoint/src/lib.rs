@@ -1,17 +1,16 @@
-//! Weights in files: safetensors, whole and in shards, and what bitsandbytes makes of them.
+//! Reads and writes weights in safetensors files, single or sharded, with bitsandbytes' quantised formats.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | `file` | [`Checkpoint`]: a file or a folder of shards, mapped, not read |
-//! | `encoded` | [`Encoded`]: a quantised weight as buffers, whatever its format |
+//! | `file` | [`Checkpoint`]: a memory-mapped file or folder of shards |
+//! | `encoded` | [`Encoded`]: a quantised weight of any format as buffers |
 //! | `four_bit` | [`FourBit`]: NF4 and FP4, with plain and nested absmax |
 //! | `staged` | [`Staged`]: a folder that is written next to the one that it replaces |
-//! | `weight` | [`Weight`], [`Linear`], [`Int8`]: what lies under a name |
-//! | `write` | [`Writer`]: tensors one at a time, so that no whole checkpoint is ever in memory |
+//! | `weight` | [`Weight`], [`Linear`], [`Int8`]: weights by name |
+//! | `write` | [`Writer`]: writes one tensor at a time, so that a checkpoint need not fit in memory |
 //!
-//! Whether a weight is quantized, and how, is told by the tensors that are there, never by a
-//! `config.json`. What a [`FourBit`] or [`Int8`] of a file is written as has the names, dtypes, shapes and
-//! bytes that it was read from.
+//! The tensors present determine the format of a weight; `config.json` is not used. A [`FourBit`] or
+//! [`Int8`] read from a file is written back with the same names, dtypes, shapes and bytes.
 //!
 //! ```
 //! use checkpoint::{Checkpoint, DType, Error, Plan, Tensor, Weight, Writer};

@@ -1,8 +1,9 @@
-//! Folders that change whole.
+//! Replaces folders atomically.
 //!
-//! Files are written into a hidden folder next to the target, synchronised with the disk, and take the target's place in one
-//! step. A kill at any moment leaves the old folder or the new one. The name of the hidden folder follows from the target's, so
-//! that the next process that writes the target removes what a killed one left. Its owner holds a lock on it.
+//! Files are written into a hidden folder next to the target and synced to disk. The hidden folder then replaces the
+//! target in one step, so a kill at any moment leaves the old folder or the new one. The hidden folder's name depends
+//! only on the target's, so the next writer of the target removes the remains of a killed one. Its owner holds a lock
+//! on it.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
@@ -13,12 +14,12 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use crate::Error;
 
-/// A folder that is being written, next to the one that it will replace.
+/// A folder that is being written next to the one that it will replace.
 #[derive(Debug)]
 pub struct Staged {
     target: PathBuf,
     staging: PathBuf,
-    /// The staging folder, locked. After [`Staged::finish`] it is the target.
+    /// Lock on the staging folder, which becomes the target in [`Staged::finish`].
     lock: File,
     finished: bool,
 }
@@ -27,10 +28,10 @@ impl Staged {
     /// Begins to write `target`, which need not exist.
     ///
     /// # Errors
-    /// [`Error::Write`] where the folder of the target cannot be written, or while another process writes the target.
+    /// [`Error::Write`] if the parent folder of the target cannot be written, or another process writes the target.
     pub fn begin(target: impl AsRef<Path>) -> Result<Self, Error> {
         let target = target.as_ref();
-        // Behind links, which stay.
+        // Resolves links, so that they stay links.
         let target = target.canonicalize().unwrap_or_else(|_| target.to_owned());
         let refused = |why| Error::Write { path: target.clone(), why };
         let name = target.file_name().ok_or_else(|| refused(ErrorKind::InvalidFilename.into()))?;
@@ -44,7 +45,7 @@ impl Staged {
             Ok(()) | Err(_) => {}
         }
         let lock = locked(&staging).map_err(refused)?;
-        // What a killed process left.
+        // Cleans up after a killed process.
         if old.exists() && !target.exists() {
             fs::rename(&old, &target).map_err(refused)?;
         } else if old.exists() {
@@ -54,15 +55,15 @@ impl Staged {
         Ok(Self { target, staging, lock, finished: false })
     }
 
-    /// The folder to write into.
+    /// Returns the folder to write into.
     pub fn path(&self) -> &Path {
         &self.staging
     }
 
-    /// Puts the folder in the place of the target. Files of the target that were not written anew stay.
+    /// Replaces the target by the folder. Files of the target that were not rewritten stay.
     ///
     /// # Errors
-    /// [`Error::Write`]; the target is then as before.
+    /// [`Error::Write`]; the target is then unchanged, or it is complete and only the old folder could not be removed.
     pub fn finish(mut self) -> Result<(), Error> {
         let ended = self.exchange().and_then(|replaced| match replaced {
             Some(_) => fs::remove_dir_all(&self.staging),
@@ -71,10 +72,11 @@ impl Staged {
         ended.map_err(|why| Error::Write { path: self.target.clone(), why })
     }
 
-    /// Does the same, and begins anew: no other process can write the target in between.
+    /// Replaces the target like [`finish`](Self::finish), and begins the next version. If the target existed, no other
+    /// process can write it in between.
     ///
     /// # Errors
-    /// [`Error::Write`]; the target is then as before, or it is whole and nothing more can be written.
+    /// [`Error::Write`]; the target is then unchanged, or it is complete and nothing more can be written.
     pub fn publish(&mut self) -> Result<(), Error> {
         let path = self.target.clone();
         let refused = |why| Error::Write { path: path.clone(), why };
@@ -88,8 +90,8 @@ impl Staged {
         Ok(())
     }
 
-    /// Puts the folder in the place of the target. Returns the lock of the replaced folder if that has the name of
-    /// the staging folder now.
+    /// Replaces the target by the staging folder. Returns the lock of the replaced folder if that folder now has the
+    /// name of the staging folder.
     fn exchange(&mut self) -> io::Result<Option<File>> {
         let Self { target, staging, .. } = &*self;
         if !target.exists() {
@@ -99,7 +101,7 @@ impl Staged {
             self.synchronise_parent()?;
             return Ok(None);
         }
-        // The name of the staging folder becomes the old folder's, which nobody may take for a leftover until it is gone.
+        // The old folder will get the name of the staging folder. The lock protects it from cleanup by other writers.
         let replaced = locked(target)?;
         carry_over(target, staging)?;
         fs::set_permissions(staging, fs::metadata(target)?.permissions())?;
@@ -107,7 +109,7 @@ impl Staged {
         let exchanged = renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE);
         let replaced = match exchanged {
             Ok(()) => Some(replaced),
-            // File systems that cannot exchange: `begin` undoes the first step if the second never came.
+            // Some file systems cannot exchange. `begin` undoes the first rename if the second did not happen.
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
                 let old = staging.with_extension("flashover-old");
                 fs::rename(target, &old)?;
@@ -130,17 +132,17 @@ impl Staged {
 }
 
 impl Drop for Staged {
-    /// Removes what was not finished, while the lock is still held.
+    /// Removes an unfinished folder while the lock is still held.
     fn drop(&mut self) {
         if !self.finished {
-            // What cannot be removed the next process that writes the target removes.
+            // On an error, the next writer of the target removes it.
             let _ = fs::remove_dir_all(&self.staging);
         }
         let _ = self.lock.unlock();
     }
 }
 
-/// Opens and locks a folder. Fails if another process has it, or put another one in its place meanwhile.
+/// Opens and locks a folder. Fails if another process holds the lock or has replaced the folder meanwhile.
 fn locked(folder: &Path) -> io::Result<File> {
     let busy = || io::Error::new(ErrorKind::ResourceBusy, "another process is writing it");
     let lock = File::open(folder)?;
@@ -155,7 +157,7 @@ fn locked(folder: &Path) -> io::Result<File> {
     }
 }
 
-/// Removes what is in a folder.
+/// Removes the contents of a folder.
 fn clear(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -167,7 +169,7 @@ fn clear(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Links files of one folder into another that lacks them.
+/// Links (or copies) files of one folder into another that lacks them.
 fn carry_over(from: &Path, to: &Path) -> io::Result<()> {
     for entry in fs::read_dir(from)? {
         let entry = entry?;
@@ -182,7 +184,7 @@ fn carry_over(from: &Path, to: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes a folder to the disk, with all that is in it.
+/// Syncs a folder and its contents to disk.
 fn synchronise(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -225,7 +227,7 @@ mod tests {
         let read = |file: &str| fs::read_to_string(target.join(file)).expect("written");
         assert_eq!((read("a"), read("more/b")), ("second".to_owned(), "kept".to_owned()));
         assert_eq!(names(parent.path()), ["out"]);
-        // One that is given up leaves nothing.
+        // An abandoned folder leaves nothing.
         let staged = Staged::begin(&target)?;
         fs::write(staged.path().join("a"), "third").expect("writable");
         drop(staged);
@@ -263,7 +265,7 @@ mod tests {
         assert!(second.contains("another process is writing it"), "{second}");
         first.finish()?;
         Staged::begin(&target)?.finish()?;
-        // Targets next to each other do not disturb one another.
+        // Two targets in the same folder do not interfere.
         let (first, other) = (Staged::begin(&target)?, parent.path().join("other"));
         Staged::begin(&other)?.finish()?;
         first.finish()?;
@@ -278,7 +280,7 @@ mod tests {
         let left = parent.path().join(".out.flashover-new");
         fs::create_dir_all(left.join("deep")).expect("writable");
         fs::write(left.join("deep/half"), "half").expect("writable");
-        // Between the two renames of a file system that cannot exchange.
+        // State between the two renames on a file system that cannot exchange.
         let old = parent.path().join(".out.flashover-old");
         fs::create_dir(&old).expect("writable");
         fs::write(old.join("a"), "old").expect("writable");

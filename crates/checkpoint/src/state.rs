@@ -1,4 +1,4 @@
-//! The JSON of a quantization state, as Python's `json.dumps` writes it.
+//! JSON of a quantization state, in the format of Python's `json.dumps`.
 
 use std::fmt;
 
@@ -6,10 +6,10 @@ use serde::Deserialize;
 
 use crate::Reason;
 
-/// The longest that is read or written; bitsandbytes' own have some 170 bytes.
+/// Largest accepted state in bytes; those of bitsandbytes have some 170 bytes.
 pub(crate) const MOST_BYTES: usize = 4096;
 
-/// What bitsandbytes keeps beside the tensors, in its order.
+/// Quantization state of bitsandbytes, with its order of fields.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct State {
@@ -17,7 +17,7 @@ pub(crate) struct State {
     pub(crate) blocksize: usize,
     pub(crate) dtype: String,
     pub(crate) shape: Vec<usize>,
-    /// These three are there together.
+    /// The three nested fields are either all present or all absent.
     pub(crate) nested_blocksize: Option<usize>,
     pub(crate) nested_dtype: Option<String>,
     pub(crate) nested_offset: Option<f64>,
@@ -58,8 +58,8 @@ impl fmt::Display for State {
     }
 }
 
-/// A finite number as Python's `repr` has it: the shortest digits that read back, with an exponent below
-/// 1e-4 and from 1e16 on.
+/// A finite number, formatted like Python's `repr`: the shortest digits that round-trip, with an exponent
+/// below 1e-4 and from 1e16 on.
 struct Float(f64);
 
 impl fmt::Display for Float {

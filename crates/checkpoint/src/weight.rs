@@ -5,27 +5,27 @@ use quant::DType;
 use crate::four_bit::magnitudes;
 use crate::{Checkpoint, Error, FourBit, Plan, Reason, Tensor};
 
-/// What lies under the name of a weight.
+/// A weight, dense or quantised.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Weight<'a> {
-    /// F16, BF16 or F32.
+    /// An F16, BF16 or F32 tensor.
     Dense(Tensor<'a>),
     FourBit(FourBit<'a>),
     Int8(Int8<'a>),
 }
 
-/// A weight of 8 bits: `value = codes[n, k]·scb[n]/127`.
+/// An 8-bit weight: `value = codes[n, k]·scb[n]/127`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Int8<'a> {
     /// `[n, k]`
     pub shape: [usize; 2],
-    /// The bytes of i8.
+    /// `[n, k]`: the codes, as bytes of i8.
     pub codes: Cow<'a, [u8]>,
     /// `[n]`: the absmax of each row.
     pub scb: Cow<'a, [f32]>,
 }
 
-/// A weight `[n, k]` and its bias `[n]`, F16, BF16 or F32.
+/// A weight `[n, k]` and an optional bias `[n]` in F16, BF16 or F32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Linear<'a> {
     pub weight: Weight<'a>,
@@ -33,10 +33,10 @@ pub struct Linear<'a> {
 }
 
 impl Checkpoint {
-    /// The weight of this name, such as `lm_head.weight`, in the form that the tensors beside it tell.
+    /// Reads a weight by name, such as `lm_head.weight`. Tensors with related names determine its format.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for what is missing, too much, or contradicts the rest.
+    /// [`Error::Tensor`] for a missing, unexpected or inconsistent tensor.
     pub fn weight(&self, name: &str) -> Result<Weight<'_>, Error> {
         if let Some(weight) = FourBit::read(self, name)? {
             return Ok(Weight::FourBit(weight));
@@ -49,10 +49,10 @@ impl Checkpoint {
         Ok(Weight::Dense(dense))
     }
 
-    /// The weight `{name}.weight` of two axes, and `{name}.bias` if there is one.
+    /// Reads the 2-D weight `{name}.weight`, and `{name}.bias` if it exists.
     ///
     /// # Errors
-    /// As [`Checkpoint::weight`].
+    /// Errors of [`Checkpoint::weight`]; [`Error::Tensor`] for a wrong shape or dtype.
     pub fn linear(&self, name: &str) -> Result<Linear<'_>, Error> {
         let [weight_name, bias_name] = ["weight", "bias"].map(|part| format!("{name}.{part}"));
         let weight = self.weight(&weight_name)?;
@@ -75,7 +75,7 @@ impl Checkpoint {
 }
 
 impl<'a> Weight<'a> {
-    /// Of the weight itself, not of its codes.
+    /// Returns the shape of the weight, not of its codes.
     pub fn shape(&self) -> &[usize] {
         match self {
             Self::Dense(tensor) => &tensor.shape,
@@ -84,10 +84,10 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// The tensors to be written for a weight of this name.
+    /// Returns the tensors to write for this weight under `name`.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for a weight that contradicts itself.
+    /// [`Error::Tensor`] for an inconsistent weight.
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
         match self {
             Self::Dense(tensor) => {
@@ -103,10 +103,10 @@ impl<'a> Weight<'a> {
 }
 
 impl<'a> Int8<'a> {
-    /// The tensors that hold a weight of this name, for [`crate::Writer::create`].
+    /// Returns the plan of tensors for a weight of this name, for [`crate::Writer::create`].
     ///
     /// # Errors
-    /// [`Reason::Name`] for a name that is not `weight`, which the scales' names rely on.
+    /// [`Reason::Name`] if the name does not end in `weight`; the names of the scales depend on it.
     pub fn plan(name: &str, shape: [usize; 2]) -> Result<Vec<Plan>, Error> {
         let [scb, format] = beside(name).ok_or_else(|| Reason::Name.of(name))?;
         Ok(vec![
@@ -126,7 +126,7 @@ impl<'a> Int8<'a> {
             return Err(Reason::Axes { have: codes.shape, need: 2 }.of(name));
         };
         for plan in Self::plan(name, [n, k])? {
-            // Files of old have no format; it was rows.
+            // Old files have no format tensor; the format was rows.
             if plan.name == format_name && !file.contains(&format_name) {
                 continue;
             }
@@ -141,11 +141,11 @@ impl<'a> Int8<'a> {
         Ok(Some(Self { shape: [n, k], codes: codes.bytes, scb }))
     }
 
-    /// The tensors that bitsandbytes saves for a weight of this name.
+    /// Returns the tensors that bitsandbytes saves for a weight of this name.
     ///
     /// # Errors
-    /// As [`Int8::plan`]; [`Error::Tensor`] for lengths that contradict the shape, and for scales that are
-    /// not finite.
+    /// Errors of [`Int8::plan`]; [`Error::Tensor`] for lengths that do not match the shape, and for scales
+    /// that are negative or not finite.
     pub fn tensors(&self, name: &str) -> Result<Vec<(String, Tensor<'_>)>, Error> {
         let plan = Self::plan(name, self.shape)?;
         let tensors = [
@@ -163,7 +163,7 @@ impl<'a> Int8<'a> {
 }
 
 impl Checkpoint {
-    /// Tensors that belong to the quantised weight of this name.
+    /// Returns the tensors that belong to the quantised weight of this name.
     pub fn beside(&self, name: &str) -> impl Iterator<Item = &str> {
         let below = format!("{name}.");
         let parts = beside(name);
@@ -174,7 +174,7 @@ impl Checkpoint {
     }
 }
 
-/// The names of a weight's scales and of their format.
+/// Returns the names of the tensors with a weight's scales and their format; `None` if `name` is not a weight's.
 fn beside(name: &str) -> Option<[String; 2]> {
     let module = name.strip_suffix("weight").filter(|m| m.is_empty() || m.ends_with('.'))?;
     Some(["SCB", "weight_format"].map(|part| format!("{module}{part}")))

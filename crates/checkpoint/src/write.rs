@@ -12,53 +12,53 @@ use crate::file::bytes_of;
 use crate::state::MOST_BYTES;
 use crate::{Error, Reason, Tensor};
 
-/// A tensor to be written.
+/// Name, dtype and shape of a tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub name: String,
     pub dtype: DType,
-    /// None for a text of 4096 bytes at most, whose length is known when it is written.
+    /// `None` for a text of at most 4096 bytes whose length is not known yet.
     pub shape: Option<Vec<usize>>,
 }
 
-/// Writes a safetensors file, its tensors one at a time and in any order. Until [`Writer::finish`] there is
-/// no file, or the one that was there.
+/// Writes a safetensors file one tensor at a time, in any order. Until [`Writer::finish`] the target is
+/// unchanged or absent.
 ///
-/// Tensors lie as the format's own writer lays them, by alignment and name, but for texts, which come
-/// last; so every tensor is aligned. The header ends in spaces where texts were left room.
+/// Tensors are ordered by alignment and name, as in the safetensors crate, so each is aligned. Only texts
+/// come last. Spaces at the end of the header fill the room that was reserved for texts.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
     file: NamedTempFile,
     header_bytes: usize,
-    /// In the order of the file.
+    /// Tensors in the order of the file.
     slots: Vec<Slot>,
-    /// Places in `slots`.
+    /// Indices into `slots` by name.
     names: BTreeMap<String, usize>,
 }
 
 #[derive(Debug)]
 struct Slot {
     plan: Plan,
-    /// Behind the header; of texts the last place it can be.
+    /// Offset after the header; for a text, the largest possible one.
     start: usize,
     written: bool,
-    /// Kept until the end.
+    /// Contents of a text, kept until the end.
     text: Vec<u8>,
 }
 
 impl Plan {
-    /// A tensor whose shape is known.
+    /// Plans a tensor of known shape.
     pub fn new(name: impl Into<String>, dtype: DType, shape: &[usize]) -> Self {
         Self { name: name.into(), dtype, shape: Some(shape.to_vec()) }
     }
 
-    /// A text, which is a tensor of U8.
+    /// Plans a text, which is a U8 tensor of yet unknown length.
     pub fn text(name: impl Into<String>) -> Self {
         Self { name: name.into(), dtype: DType::U8, shape: None }
     }
 
-    /// Whether a tensor is the one that was planned.
+    /// Checks that a tensor matches the plan.
     pub(crate) fn check(&self, tensor: &Tensor<'_>) -> Result<(), Reason> {
         if tensor.dtype != self.dtype {
             return Err(Reason::DType { have: tensor.dtype, need: vec![self.dtype] });
@@ -71,18 +71,18 @@ impl Plan {
         if have == need { Ok(()) } else { Err(Reason::Bytes { have, need }) }
     }
 
-    /// Of a text the most.
+    /// Returns the bytes of the tensor; for a text, the maximum.
     fn bytes(&self) -> Result<usize, Reason> {
         self.shape.as_ref().map_or(Ok(MOST_BYTES), |shape| bytes_of(self.dtype, shape))
     }
 }
 
 impl Writer {
-    /// Begins a file of these tensors.
+    /// Begins a file with these tensors.
     ///
     /// # Errors
-    /// [`Error::Write`] where no file can be made; [`Error::Tensor`] for a name that comes twice or a shape
-    /// that overflows.
+    /// [`Error::Write`] if the file cannot be created; [`Error::Tensor`] for a duplicate name or a shape that
+    /// overflows.
     pub fn create(
         path: impl AsRef<Path>,
         plan: impl IntoIterator<Item = Plan>,
@@ -107,7 +107,7 @@ impl Writer {
             slots.push(Slot { plan, start, written: false, text: Vec::new() });
         }
         let refused = |why| Error::Write { path: path.clone(), why };
-        // No text is longer than was left room for, so no number of the final header has more digits.
+        // Texts never exceed their reserved room, so no number in the final header has more digits.
         let longest = header(&slots, |_| MOST_BYTES).map_err(refused)?;
         let header_bytes = longest.len().next_multiple_of(8);
         let file = beside(&path).map_err(refused)?;
@@ -117,7 +117,8 @@ impl Writer {
     /// Writes a tensor.
     ///
     /// # Errors
-    /// [`Error::Tensor`] for one that was not planned, or not so, or was written before; [`Error::Write`].
+    /// [`Error::Tensor`] for a tensor that was not planned, differs from its plan, or was written before;
+    /// [`Error::Write`].
     pub fn write(&mut self, name: &str, tensor: &Tensor<'_>) -> Result<(), Error> {
         let index = self.names.get(name);
         let index = *index.ok_or_else(|| Reason::Unexpected("what was planned").of(name))?;
@@ -139,15 +140,15 @@ impl Writer {
     /// Writes the tensors of a weight.
     ///
     /// # Errors
-    /// As [`Writer::write`].
+    /// Errors of [`Writer::write`].
     pub fn write_all(&mut self, tensors: &[(String, Tensor<'_>)]) -> Result<(), Error> {
         tensors.iter().try_for_each(|(name, tensor)| self.write(name, tensor))
     }
 
-    /// Puts the file in its place.
+    /// Completes the file and moves it to its path.
     ///
     /// # Errors
-    /// [`Reason::Missing`] for a tensor that was planned and not written; [`Error::Write`].
+    /// [`Reason::Missing`] for a planned tensor that was not written; [`Error::Write`].
     pub fn finish(mut self) -> Result<(), Error> {
         if let Some(slot) = self.slots.iter().find(|slot| !slot.written) {
             return Err(Reason::Missing.of(&slot.plan.name));
@@ -178,7 +179,7 @@ impl Writer {
     }
 }
 
-/// The header, given the length of each text.
+/// Formats the header; `text` returns the length of each text.
 fn header(slots: &[Slot], text: impl Fn(&Slot) -> usize) -> io::Result<Vec<u8>> {
     let mut end = 0;
     let mut tensors = Vec::new();
@@ -190,13 +191,13 @@ fn header(slots: &[Slot], text: impl Fn(&Slot) -> usize) -> io::Result<Vec<u8>> 
             TensorInfo { dtype: to_file(slot.plan.dtype), shape, data_offsets: (start, end) };
         tensors.push((slot.plan.name.clone(), info));
     }
-    // As transformers has it, which refuses a file without.
+    // transformers refuses a file without this entry.
     let pt = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(pt), tensors).map_err(io::Error::other)?;
     Ok(serde_json::to_vec(&metadata)?)
 }
 
-/// A file without a name in the folder of `path`, which keeps the permissions of the file that is there.
+/// Creates a temporary file in the folder of `path`, with the permissions of the file that it replaces.
 fn beside(path: &Path) -> io::Result<NamedTempFile> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,

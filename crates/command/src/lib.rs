@@ -1,5 +1,4 @@
-//! What every program here does alike: refuse a command line with a hint, print data, write a file for
-//! its caller.
+//! Common code of all programs: report a bad command line with a hint, print data, write an output file.
 
 mod outfile;
 mod parse;
@@ -9,13 +8,13 @@ pub use outfile::{OutFile, OutFileError};
 pub use parse::parse;
 pub use print::{PrintError, note_text, print, print_on};
 
-/// `1 step`, `2 steps`.
+/// Formats a count with its noun: `1 step`, `2 steps`.
 pub fn count(number: usize, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Tells the person at the terminal something, on standard error, formatted as by `eprintln!`. That one panics where
-/// standard error is closed; nobody is left to be told then.
+/// Prints a message to standard error, formatted as with `eprintln!`. Unlike `eprintln!` it does not panic if standard
+/// error is closed.
 #[macro_export]
 macro_rules! note {
     ($($text:tt)*) => {

@@ -1,27 +1,28 @@
-//! Files that a command writes for its caller, after work that may take long.
+//! Output files of commands, written after work that may take long.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// A file to be written. What cannot be written is found out before the work; nothing is there, or
-/// changed, until all of it is written.
+/// A file to be written. Errors are detected before the work. The file appears or changes only once it is
+/// complete.
 #[derive(Debug)]
 pub struct OutFile {
-    /// As the caller named it.
+    /// Path as the caller wrote it.
     path: PathBuf,
     place: Place,
 }
 
 #[derive(Debug)]
 enum Place {
-    /// A file, behind all symlinks: written beside and renamed, so that no half of it is ever seen.
+    /// A regular file, with symlinks resolved. A temporary file next to it is renamed to it, so that a reader
+    /// never sees an incomplete file.
     File(PathBuf),
-    /// A device, a pipe or an open descriptor, such as `/dev/null` and `/dev/stdout`: written into.
+    /// A device, a pipe or an open descriptor, such as `/dev/null` and `/dev/stdout`, written directly.
     Stream(File),
 }
 
-/// Why a file cannot be written.
+/// The reason that a file cannot be written.
 #[derive(Debug, thiserror::Error)]
 pub enum OutFileError {
     #[error("{} is a folder\nhint: name a file", .0.display())]
@@ -33,10 +34,10 @@ pub enum OutFileError {
 }
 
 impl OutFile {
-    /// Finds out whether `path` can be written; `-` is the standard output.
+    /// Checks that `path` can be written; `-` is standard output.
     ///
     /// # Errors
-    /// It cannot.
+    /// The path cannot be written.
     pub fn new(path: &Path) -> Result<Self, OutFileError> {
         let path = if path == "-" { Path::new("/dev/stdout") } else { path };
         let refused = |why| OutFileError::Refused { path: path.to_owned(), why };
@@ -60,7 +61,7 @@ impl OutFile {
         Ok(Self { path: path.to_owned(), place })
     }
 
-    /// Whether both stand for one file, which the second to be written would replace.
+    /// Returns true if both refer to the same file, which the second write would replace.
     pub fn is_same(&self, other: &Self) -> bool {
         let (Place::File(one), Place::File(two)) = (&self.place, &other.place) else {
             return false;
@@ -69,10 +70,10 @@ impl OutFile {
         one.file_name() == two.file_name() && folder(one) == folder(two)
     }
 
-    /// Writes all of it.
+    /// Writes all of `bytes`.
     ///
     /// # Errors
-    /// Such as a full disk; the file is then as it was.
+    /// The write fails, such as on a full disk; a regular file is then unchanged.
     pub fn write(mut self, bytes: &[u8]) -> Result<(), OutFileError> {
         let written = match &mut self.place {
             Place::Stream(stream) => stream.write_all(bytes).and_then(|()| stream.flush()),
@@ -89,8 +90,8 @@ fn folder_of(file: &Path) -> &Path {
     }
 }
 
-/// Refuses a folder in which no file can be made. The file that is made has no name, so that a command
-/// that is killed leaves nothing.
+/// Checks that a file can be created in the folder. The test file has no name, so a killed command leaves
+/// nothing behind.
 fn check_folder(path: &Path, folder: &Path) -> Result<(), OutFileError> {
     if !folder.is_dir() {
         return Err(OutFileError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
@@ -100,9 +101,9 @@ fn check_folder(path: &Path, folder: &Path) -> Result<(), OutFileError> {
         .map_err(|why| OutFileError::Refused { path: path.to_owned(), why })
 }
 
-/// The path that `path` stands for, whether there is a file or not.
+/// Resolves the symbolic links of `path`; the target need not exist.
 fn behind_links(path: &Path) -> io::Result<PathBuf> {
-    // As many as Linux follows.
+    // Linux follows as many.
     const MOST: usize = 40;
     let mut target = path.to_owned();
     for _ in 0..MOST {
@@ -114,20 +115,20 @@ fn behind_links(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::other("too many symbolic links"))
 }
 
-/// Whether `path` is a descriptor of a process: a link that leads to what is open, not to a name.
+/// Returns true if `path` is a descriptor of a process: a link to an open file, not to a name.
 fn of_processes(path: &Path) -> bool {
     folder_of(path).canonicalize().is_ok_and(|folder| folder.starts_with("/proc"))
 }
 
-/// Writes beside `target` and renames; the file keeps the permissions it had, a new one has those of any
-/// new file.
+/// Writes a temporary file next to `target` and renames it. The file keeps its permissions; a new one gets
+/// the default ones.
 fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     match unnamed(folder_of(target)) {
         Some(file) => {
             fill(&file, target, bytes)?;
             match named(&file, folder_of(target)) {
                 Ok(beside) => beside.persist(target).map_err(|e| e.error),
-                // Such as a system without /proc.
+                // For example on a system without /proc.
                 Err(_) => replace_by_name(target, bytes),
             }
         }
@@ -135,7 +136,7 @@ fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// The bytes and the permissions of the file that is replaced, down to the disk.
+/// Copies the permissions of `target`, writes the bytes and syncs them to disk.
 fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> io::Result<()> {
     if let Ok(meta) = fs::metadata(target) {
         file.set_permissions(meta.permissions())?;
@@ -144,8 +145,8 @@ fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// A file without a name, so that a command that is killed while it writes leaves nothing; none where
-/// the system or the file system has no such files.
+/// Creates a file without a name, so that a command killed during the write leaves nothing behind. `None`
+/// if the system or the file system does not support it.
 fn unnamed(folder: &Path) -> Option<File> {
     #[cfg(target_os = "linux")]
     {
@@ -160,7 +161,7 @@ fn unnamed(folder: &Path) -> Option<File> {
     }
 }
 
-/// Gives a file of [`unnamed`] a name of its own: a link cannot replace a file, a rename can.
+/// Gives a file of [`unnamed`] a temporary name, because a link cannot replace a file but a rename can.
 fn named(file: &File, folder: &Path) -> io::Result<tempfile::NamedTempFile<()>> {
     use std::os::fd::AsRawFd;
 
@@ -171,7 +172,7 @@ fn named(file: &File, folder: &Path) -> io::Result<tempfile::NamedTempFile<()>> 
         .make_in(folder, |path| Ok(linkat(CWD, &descriptor, CWD, path, AtFlags::SYMLINK_FOLLOW)?))
 }
 
-/// As [`replace`], through a file that has a name from the start.
+/// Replaces `target` like [`replace`], through a file with a name from the start.
 fn replace_by_name(target: &Path, bytes: &[u8]) -> io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let beside = tempfile::Builder::new()

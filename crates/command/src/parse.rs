@@ -1,4 +1,4 @@
-//! Command lines, and what becomes of one that is wrong.
+//! Parses command lines and reports errors with a hint.
 
 use std::env;
 use std::ffi::OsString;
@@ -6,10 +6,10 @@ use std::ffi::OsString;
 use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// The command line as `P`; a wrong one ends the program with exit code 2, the error and a hint.
+/// Parses the command line as `P`. On an error, prints it with a hint and exits with code 2.
 pub fn parse<P: Parser>() -> P {
     P::try_parse().unwrap_or_else(|error| {
-        // Help and version are asked for, and go to standard output.
+        // Help and version were requested and go to standard output.
         if !error.use_stderr() {
             error.exit();
         }
@@ -18,7 +18,7 @@ pub fn parse<P: Parser>() -> P {
     })
 }
 
-/// What clap says, with a last line that says what to do instead of where help is.
+/// Formats clap's error with a hint in place of its pointer to `--help`.
 fn with_hint(
     command: &clap::Command,
     args: impl IntoIterator<Item = OsString>,
@@ -32,7 +32,7 @@ fn with_hint(
         );
     }
     let text = text.split("\n\nFor more information").next().unwrap_or_default().trim_end();
-    // The parsers of our own types bring theirs.
+    // Parsers of our own types provide a hint.
     if text.contains("\nhint: ") {
         return format!("{text}\n");
     }
@@ -51,7 +51,7 @@ fn with_hint(
     format!("{text}\nhint: {hint}\n")
 }
 
-/// The command that arguments begin with: `cargo xtask bench`. Errors of values do not name it.
+/// Returns the command at the start of the arguments, such as `cargo xtask bench`; clap's errors about values omit it.
 fn place(mut command: &clap::Command, args: impl IntoIterator<Item = OsString>) -> String {
     let mut place = command.get_bin_name().unwrap_or_else(|| command.get_name()).to_owned();
     for arg in args {

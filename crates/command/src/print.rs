@@ -1,32 +1,32 @@
-//! Data on standard output.
+//! Prints data to standard output and messages to standard error.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Write};
 
-/// Standard output takes nothing more.
+/// Standard output cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write to standard output: {0}\nhint: direct it to a file on a disk that has room")]
 pub struct PrintError(io::Error);
 
-/// Prints `text`, all of it at once, and quietly not at all when the reader has gone away, as `head`
-/// does. `println!` would panic in both cases that are told apart here.
+/// Prints all of `text` at once. A closed pipe, as with `head`, is not an error. `println!` would panic on
+/// a closed pipe and on errors.
 ///
 /// # Errors
-/// Such as a full disk.
+/// The text cannot be written, such as on a full disk.
 pub fn print(text: &str) -> Result<(), PrintError> {
     print_on(text).map(drop)
 }
 
-/// As [`print`], for text that goes on: whether the reader is still there.
+/// Prints like [`print`], for text that continues. Returns false if the reader has closed the pipe.
 ///
 /// # Errors
-/// Such as a full disk.
+/// The text cannot be written, such as on a full disk.
 pub fn print_on(text: &str) -> Result<bool, PrintError> {
     print_into(&mut io::stdout().lock(), text)
 }
 
-/// As [`note!`](crate::note), of a text. What would move the cursor or change the terminal is shown escaped: names and
-/// messages come out of other people's files.
+/// Prints a text like [`note!`](crate::note). Control characters are escaped, because names and messages may come from
+/// untrusted files.
 pub fn note_text(text: fmt::Arguments<'_>) {
     note_into(&mut io::stderr().lock(), text);
 }
@@ -41,7 +41,7 @@ fn note_into(out: &mut impl Write, text: fmt::Arguments<'_>) {
         }
     }
     shown.push('\n');
-    // In one piece, whatever else is written there.
+    // One write, so that other output does not interleave.
     out.write_all(shown.as_bytes()).unwrap_or_default();
 }
 

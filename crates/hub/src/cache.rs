@@ -1,10 +1,10 @@
-//! The cache as Python's `huggingface_hub` keeps it, so that each program finds what the other downloaded.
+//! The cache, in the layout of Python's `huggingface_hub`, so that both programs share downloads.
 //!
 //! ```text
 //! models--owner--name/refs/main                     a commit
-//! models--owner--name/blobs/<etag>                  a file; <etag>.incomplete what there is of it so far
+//! models--owner--name/blobs/<etag>                  a file; <etag>.incomplete is a partial download
 //! models--owner--name/snapshots/<commit>/<name>     a link to a blob
-//! .locks/models--owner--name/<etag>.lock            held by who writes that blob
+//! .locks/models--owner--name/<etag>.lock            locked while a program writes that blob
 //! ```
 
 use std::fs::{self, File, TryLockError};
@@ -15,19 +15,19 @@ use std::time::Duration;
 
 use crate::ModelName;
 
-/// The longest name of a blob: one of SHA-256 has 64 letters.
+/// Longest name of a blob; a SHA-256 has 64 characters.
 const LONGEST: usize = 128;
 
-/// Between two looks at a lock.
+/// Interval between two attempts to lock.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The ETag of a file, which is plain enough to be a file's name: SHA-256 of a large file, git's SHA-1 of a
-/// small one, or what a mirror makes up.
+/// A file's ETag that is safe as a file name. It is the SHA-256 of a large file, git's SHA-1 of a small one,
+/// or an arbitrary name of a mirror.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BlobName(String);
 
 impl BlobName {
-    /// Of a header. None of what could lead out of a folder or hide in it.
+    /// Parses an ETag header. `None` for names that could leave the folder or be hidden in it.
     pub(crate) fn of_etag(etag: &str) -> Option<Self> {
         let etag = etag.trim();
         let etag = etag.strip_prefix("W/").unwrap_or(etag);
@@ -36,7 +36,7 @@ impl BlobName {
         (is_plain && (1..=LONGEST).contains(&name.len())).then(|| Self(name.to_owned()))
     }
 
-    /// Where it is one, in small letters.
+    /// Returns the name in lower case if it is a SHA-256.
     pub(crate) fn sha256(&self) -> Option<String> {
         is_sha256(&self.0).then(|| self.0.to_ascii_lowercase())
     }
@@ -46,25 +46,25 @@ pub(crate) fn is_sha256(text: &str) -> bool {
     text.len() == 64 && text.chars().all(|c| c.is_ascii_hexdigit())
 }
 
-/// Whether it can be the name of a commit, and of its folder.
+/// Returns true if `text` is safe as the name of a commit and of its folder.
 pub(crate) fn is_commit(text: &str) -> bool {
     (1..=64).contains(&text.len()) && text.chars().all(|c| c.is_ascii_alphanumeric())
 }
 
-/// What there is of one model.
+/// The cache folder of one model.
 pub(crate) struct Folder {
     root: PathBuf,
     locks: PathBuf,
 }
 
-/// A blob that nobody else writes until this is dropped.
+/// Guard of a blob's lock; other programs do not write the blob until it is dropped.
 pub(crate) struct Locked {
     _file: File,
 }
 
-/// Why a blob is not ours to write.
+/// The reason that a blob could not be locked.
 pub(crate) enum NotLocked {
-    /// Another program has it.
+    /// Another program holds this lock file.
     Busy(PathBuf),
     Disk(io::Error),
 }
@@ -79,7 +79,7 @@ impl Folder {
         self.root.join("blobs").join(&blob.0)
     }
 
-    /// What there is so far of a blob.
+    /// Returns the path of a partially downloaded blob.
     pub(crate) fn incomplete(&self, blob: &BlobName) -> PathBuf {
         self.root.join("blobs").join(format!("{}.incomplete", blob.0))
     }
@@ -88,7 +88,7 @@ impl Folder {
         self.root.join("snapshots").join(commit)
     }
 
-    /// The folder of the commit that was whole last, or that the revision names.
+    /// Returns the folder of the last complete commit of a revision, or of the commit that `revision` itself names.
     pub(crate) fn kept(&self, revision: &str) -> Option<PathBuf> {
         let commit = fs::read_to_string(self.root.join("refs").join(revision));
         let commit = commit.map_or_else(|_| revision.to_owned(), |text| text.trim().to_owned());
@@ -96,7 +96,7 @@ impl Folder {
         folder.filter(|folder| folder.is_dir())
     }
 
-    /// Has a revision's name lead to a commit. That of a commit needs none.
+    /// Makes a revision refer to a commit. A revision that is a commit needs no entry.
     pub(crate) fn name(&self, revision: &str, commit: &str) -> io::Result<()> {
         if revision == commit {
             return Ok(());
@@ -106,7 +106,7 @@ impl Folder {
         fs::write(path, commit)
     }
 
-    /// Waits as long for who has it.
+    /// Locks a blob; waits up to `wait` for another program that holds the lock.
     pub(crate) fn lock(&self, blob: &BlobName, wait: Duration) -> Result<Locked, NotLocked> {
         let path = self.locks.join(format!("{}.lock", blob.0));
         make_parent(&path).map_err(NotLocked::Disk)?;
@@ -124,9 +124,9 @@ impl Folder {
         }
     }
 
-    /// Has a blob be a file of a commit, in the place of what is there.
+    /// Links a blob as a file of a commit, replacing an existing file.
     ///
-    /// Where a disk or a system has no links, the file itself goes there, as `huggingface_hub` has it.
+    /// Without support for symbolic links the blob itself moves there, as in `huggingface_hub`.
     pub(crate) fn link(&self, commit: &str, name: &str, blob: &BlobName) -> io::Result<PathBuf> {
         let path = self.snapshot(commit).join(name);
         make_parent(&path)?;

@@ -1,8 +1,8 @@
-//! Requests to the Hub and to the storage it sends on to.
+//! Requests to the Hub and to the storage that it redirects to.
 //!
-//! Redirects are followed here and not by ureq, so that a token goes to the Hub's own address alone and
-//! nothing goes from https to http. Whoever stalls is left after a while, but a download may take as long
-//! as it takes while bytes come.
+//! This module follows redirects itself instead of ureq, so that a token goes only to the Hub's own address
+//! and https never changes to http. A stalled server times out, but a download has no time limit while bytes
+//! arrive.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
@@ -18,14 +18,14 @@ use crate::Patience;
 use crate::failure::Failure;
 use crate::origin::{Origin, redirected};
 
-/// How often one request is sent on.
+/// Maximum number of redirects per request.
 const REDIRECTS: usize = 5;
 
-/// What the Hub says of a file that storage has: `ETag` and length there are the storage's own.
+/// Headers of the Hub for a file in separate storage; `ETag` and length of the storage differ.
 const LINKED_ETAG: &str = "x-linked-etag";
 const LINKED_SIZE: &str = "x-linked-size";
 
-/// What opens gated and private models. Not for anybody to read.
+/// An access token for gated and private models. `Debug` hides it.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Token(String);
 
@@ -34,7 +34,7 @@ impl Token {
         Self(token)
     }
 
-    /// None of what cannot stand in a request.
+    /// Returns the header value; `None` if the token contains invalid characters.
     fn header(&self) -> Option<HeaderValue> {
         let mut value = HeaderValue::from_str(&format!("Bearer {}", self.0)).ok()?;
         value.set_sensitive(true);
@@ -48,9 +48,9 @@ impl fmt::Debug for Token {
     }
 }
 
-/// What the Hub says of a file before it comes.
+/// Facts about a file, requested before the download.
 pub(crate) struct Facts {
-    /// As it stands in the answer.
+    /// ETag header, unparsed.
     pub(crate) etag: String,
     pub(crate) size: Option<u64>,
 }
@@ -88,7 +88,7 @@ impl<'a> Client<'a> {
         Ok(Self { agent: config.into(), endpoint, own, bearer, patience })
     }
 
-    /// The body of an answer, of at most so many bytes.
+    /// Requests a body of at most `most` bytes.
     pub(crate) fn text(&self, path: &str, most: u64) -> Result<Vec<u8>, Failure> {
         let mut answer = self.get(path, 0)?;
         let mut body = Vec::new();
@@ -100,7 +100,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// What the Hub says of a file, which storage elsewhere is not asked for.
+    /// Requests the facts about a file from the Hub, without contacting separate storage.
     pub(crate) fn facts(&self, path: &str) -> Result<Facts, Failure> {
         let answer = self.follow(&Method::HEAD, path, 0)?;
         let size = match answer.status().is_success() {
@@ -113,22 +113,22 @@ impl<'a> Client<'a> {
         Ok(Facts { etag: etag.to_owned(), size: size.and_then(|size| size.parse().ok()) })
     }
 
-    /// An answer of status 2xx, of a file from that byte on.
+    /// Requests a file from byte `from` on; returns an answer of status 2xx.
     pub(crate) fn get(&self, path: &str, from: u64) -> Result<Response<Body>, Failure> {
         self.follow(&Method::GET, path, from)
     }
 
-    /// What it means that a body ends before its end.
+    /// Converts the error of a body that ended early.
     pub(crate) fn broke(&self, why: io::Error) -> Failure {
         match Error::from(why) {
             Error::Timeout(which) => Failure::Broke(self.late(which)),
-            // ureq unpacks what is packed against our asking, which a range in the middle cannot be.
+            // ureq decompresses bodies that we asked to be plain; a range from the middle cannot be decompressed.
             why @ Error::Decompress(..) => Failure::Wrong(plainly(&why)),
             why => Failure::Broke(plainly(&why)),
         }
     }
 
-    /// Goes where it is sent on to. Of a HEAD the answer that knows the file's ETag is enough.
+    /// Follows redirects. A HEAD request stops at a redirect to another origin that has the file's ETag.
     fn follow(&self, method: &Method, path: &str, from: u64) -> Result<Response<Body>, Failure> {
         let uri = format!("{}{path}", self.endpoint).parse();
         let mut uri: Uri = uri.map_err(|_| Failure::Unusable(format!("{path} is no address")))?;
@@ -164,7 +164,7 @@ impl<'a> Client<'a> {
         from: u64,
         is_own: bool,
     ) -> Result<Response<Body>, Failure> {
-        // Lengths and ranges count the bytes of a file, not of what is packed.
+        // Lengths and ranges must count bytes of the file, not of a compressed body.
         let mut request = Request::builder().method(method).uri(uri);
         request = request.header(ACCEPT_ENCODING, "identity");
         if let Some(bearer) = self.bearer.as_ref().filter(|_| is_own) {
@@ -205,7 +205,8 @@ impl<'a> Client<'a> {
     }
 }
 
-/// Of an error of a connection: a server that restarts, or a network that changes. Nobody listens for longer.
+/// Returns true for connection errors worth a retry: a server restarts or the network changes. A refused connection
+/// is not among them.
 const fn passes(kind: ErrorKind) -> bool {
     matches!(
         kind,
@@ -217,7 +218,7 @@ const fn passes(kind: ErrorKind) -> bool {
     )
 }
 
-/// A header's first value, where it is text.
+/// Returns the first value of a header if it is text.
 pub(crate) fn header<'r>(answer: &'r Response<Body>, name: &str) -> Option<&'r str> {
     answer.headers().get(name)?.to_str().ok()
 }
@@ -226,7 +227,7 @@ fn etag(answer: &Response<Body>) -> Option<&str> {
     header(answer, LINKED_ETAG).or_else(|| header(answer, ETAG.as_str()))
 }
 
-/// What ureq says, but for the kind that it begins with.
+/// Formats an error of ureq without the prefix of I/O errors.
 fn plainly(why: &Error) -> String {
     match why {
         Error::Io(io) => io.to_string(),

@@ -1,4 +1,4 @@
-//! One file of a commit on its way into the cache.
+//! Downloads files of a commit into the cache.
 
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use crate::part::Part;
 use crate::progress::Tally;
 use crate::{Hub, HubError, ModelName};
 
-/// How much is read at once.
+/// Bytes per read.
 const PIECE: usize = 1 << 17;
 
-/// How much a request has to bring for the next failure to be the first again: a server that stalls after every byte
-/// is one that stalls.
+/// Bytes that must arrive before the retries start again from zero. A server that stalls after every byte thus counts
+/// as stalled.
 const RENEWS: u64 = 1 << 16;
 
-/// The files of one commit on their way into the cache.
+/// A download of files of one commit.
 pub(crate) struct Download<'a> {
     pub(crate) hub: &'a Hub,
     pub(crate) model: &'a ModelName,
@@ -31,18 +31,18 @@ pub(crate) struct Download<'a> {
     pub(crate) tally: Tally<'a>,
 }
 
-/// What a file is to be.
+/// Expected properties of a file.
 struct Whole<'a> {
     name: &'a str,
-    /// From the endpoint on.
+    /// Path of the URL after the endpoint.
     address: String,
     size: u64,
-    /// SHA-256. Small files have git's SHA-1 in its place, which is not checked.
+    /// SHA-256. Small files have git's SHA-1 instead, which is not checked.
     sum: Option<String>,
 }
 
 impl Download<'_> {
-    /// The file's path, after a download unless it is there and whole.
+    /// Downloads a file unless it is complete in the cache, and returns its path.
     pub(crate) fn file(&mut self, name: &str) -> Result<PathBuf, HubError> {
         let commit = &self.listing.sha;
         let path = self.folder.snapshot(commit).join(name);
@@ -60,7 +60,7 @@ impl Download<'_> {
             NotLocked::Busy(lock) => HubError::Busy { model: self.model.clone(), lock },
             NotLocked::Disk(why) => self.hub.disk(&why),
         })?;
-        // Another commit may have it, and another program may have been at it until now.
+        // Another commit may contain the file, or another program may have just downloaded it.
         match is_whole(&self.folder.blob(&blob), Some(whole.size)) {
             true => self.tally.had(name, whole.size),
             false => self.fetch(&blob, &whole)?,
@@ -68,7 +68,7 @@ impl Download<'_> {
         self.folder.link(commit, name, &blob).map_err(|why| self.hub.disk(&why))
     }
 
-    /// What the Hub says of a file here and in its listing, as one.
+    /// Combines the facts about a file from the answer and from the listing.
     fn expected<'n>(
         &self,
         name: &'n str,
@@ -86,7 +86,7 @@ impl Download<'_> {
         Ok((blob, Whole { name, address, size, sum: listed.or(said) }))
     }
 
-    /// Downloads what is not there of a blob, and checks all of it.
+    /// Downloads the missing part of a blob and checks all of it.
     fn fetch(&mut self, blob: &BlobName, whole: &Whole<'_>) -> Result<(), HubError> {
         let on_disk = |why| self.hub.disk(&why);
         let part =
@@ -95,7 +95,7 @@ impl Download<'_> {
             model: self.model.clone(),
             cache: self.hub.cache.clone(),
         })?;
-        // As long as the whole it may be whole, which only a sum can tell.
+        // A part of full length may be complete, but only a checksum can prove it.
         if part.len() > whole.size || (part.len() == whole.size && whole.sum.is_none()) {
             part.clear().map_err(on_disk)?;
         }
@@ -109,7 +109,7 @@ impl Download<'_> {
         part.finish(&self.folder.blob(blob)).map_err(|why| self.hub.disk(&why))
     }
 
-    /// Asks until all is there, for as long as one of the next few requests brings more.
+    /// Sends requests until the file is complete. Fails when all retries are used before [`RENEWS`] more bytes arrive.
     fn complete(&mut self, whole: &Whole<'_>, part: &mut Part) -> Result<(), Failure> {
         let patience = self.client.patience;
         let (mut tries, mut most) = (patience.tries(), part.len());
@@ -132,7 +132,7 @@ impl Download<'_> {
         }
     }
 
-    /// One request from where the part ends. What comes without an error is all that was to come.
+    /// Requests the rest of the file once. Without an error the part has its full length.
     fn pull(&mut self, whole: &Whole<'_>, part: &mut Part) -> Result<(), Failure> {
         let mut answer = self.client.get(&whole.address, part.len());
         if part.len() > 0 && matches!(answer, Err(Failure::Status { status: 416, .. })) {
@@ -204,13 +204,13 @@ impl Download<'_> {
     }
 }
 
-/// Whether a file is there; as long as it is to be, where that is known.
+/// Returns true if the file exists and has the expected size, if known.
 fn is_whole(path: &Path, size: Option<u64>) -> bool {
     let there = path.metadata().ok().filter(|meta| meta.is_file()).map(|meta| meta.len());
     there.is_some_and(|there| size.is_none_or(|size| there == size))
 }
 
-/// Whether a Content-Range begins at a byte and is of a file of that size.
+/// Returns true if a Content-Range starts at byte `from` of a file of `size` bytes.
 fn goes_on(range: &str, from: u64, size: u64) -> bool {
     let parts = range.strip_prefix("bytes ").and_then(|range| range.split_once('/'));
     let Some((span, total)) = parts else { return false };

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use crate::failure::Failure;
 use crate::{Hub, ModelName};
 
-/// Why a model does not come.
+/// The reason that a model cannot be downloaded.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     #[error(
@@ -11,7 +11,7 @@ pub enum HubError {
          hint: check owner, name and revision; they are written as on the model's page"
     )]
     NoModel { model: ModelName, endpoint: String },
-    /// The Hub also says so of a name that does not exist, to those it does not know.
+    /// Access is denied. The Hub also answers so for models that do not exist, if the user is unknown.
     #[error("{endpoint} does not give {model} to {who} (status {status})\nhint: {hint}")]
     Refused {
         model: ModelName,
@@ -42,7 +42,7 @@ pub enum HubError {
          hint: run it again; what is there is not downloaded twice"
     )]
     Interrupted { model: ModelName, why: String },
-    /// An answer that no Hub gives.
+    /// The server's answer is not a valid one of a Hub.
     #[error(
         "{endpoint} answers for {model} with what cannot be used: {why}\n\
          hint: try again later; HF_ENDPOINT must be a Hub or a mirror of it"
@@ -53,7 +53,7 @@ pub enum HubError {
          hint: wait for it, or end it", .lock.display()
     )]
     Busy { model: ModelName, lock: PathBuf },
-    /// Where an earlier download would have left a part of a file lies what is none.
+    /// The path for the partial file of an earlier download exists but is not a file.
     #[error(
         "what is there of {model} cannot be gone on with\n\
          hint: delete the files that end in .incomplete under {}", .cache.display()
@@ -93,7 +93,7 @@ impl HubError {
     }
 }
 
-/// Who asked, and what would help.
+/// Describes the user and gives a hint, for an error message.
 const fn asker(has_token: bool) -> (&'static str, &'static str) {
     if has_token {
         (

@@ -1,34 +1,34 @@
-//! Failures of one request.
+//! Failures of a single request.
 
 use std::io;
 use std::time::Duration;
 
-/// Why there is no answer, or none to use.
+/// The reason that a request has no usable answer.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Status {
         status: u16,
-        /// The host that says so, where the Hub sent on to it.
+        /// Host that answered, if the Hub redirected to another one.
         elsewhere: Option<String>,
-        /// Time that `Retry-After` asks for.
+        /// Wait requested by `Retry-After`.
         wait: Option<Duration>,
     },
     Unreached {
         why: String,
-        /// True if the next request may succeed.
+        /// True if a retry may succeed.
         passes: bool,
     },
-    /// An answer that broke off.
+    /// The answer broke off.
     Broke(String),
-    /// An answer that says nothing of a file.
+    /// The answer contains no data of the file; a partial file stays valid.
     Unusable(String),
-    /// An answer that is not the file: what there is of it cannot be gone on with.
+    /// The answer contains wrong data; the partial file cannot be continued.
     Wrong(String),
     Disk(io::Error),
 }
 
 impl From<io::Error> for Failure {
-    /// Failure of a file; readers of the network use `Client::broke`.
+    /// Converts an error of a local file; readers of the network use `Client::broke`.
     fn from(why: io::Error) -> Self {
         Self::Disk(why)
     }

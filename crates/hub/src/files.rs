@@ -1,4 +1,4 @@
-//! Which files of a repository make a model folder.
+//! Selects the files of a repository that a model folder needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::cache::is_sha256;
 
-/// What else a folder may have, in the order in which it is downloaded.
+/// Files next to the weights, in download order.
 const SMALL: [&str; 8] = [
     "config.json",
     "generation_config.json",
@@ -20,23 +20,23 @@ const SMALL: [&str; 8] = [
     "chat_template.json",
 ];
 
-/// The shards of a checkpoint of several files.
+/// Index of a sharded checkpoint.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
-/// The longest index that is read; one of 100,000 tensors has 10 MB.
+/// Largest accepted index in bytes; one with 100,000 tensors has 10 MB.
 const LONGEST_INDEX: u64 = 64 << 20;
 
-/// A checkpoint of one file.
+/// Name of a checkpoint in a single file.
 const WEIGHTS: &str = "model.safetensors";
 
-/// What somebody wants of a repository.
+/// The part of a repository to download.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wanted {
     Model,
     Tokenizer,
 }
 
-/// A commit and its files, as the Hub lists them.
+/// A commit and its files, from the Hub's listing.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Listing {
     pub(crate) sha: String,
@@ -50,7 +50,7 @@ struct Sibling {
     lfs: Option<Lfs>,
 }
 
-/// What a listing says of a large file besides.
+/// Additional fields of a large file in a listing.
 #[derive(Debug, Deserialize)]
 struct Lfs {
     sha256: Option<String>,
@@ -62,7 +62,7 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Names of files, the weights last.
+/// Names of files to download, weights last.
 pub(crate) struct Files(Vec<String>);
 
 impl Listing {
@@ -74,7 +74,7 @@ impl Listing {
         self.file(name)?.size
     }
 
-    /// In small letters. None also of what is no sum.
+    /// Returns the SHA-256 of a file in lower case; `None` if absent or malformed.
     pub(crate) fn sha256(&self, name: &str) -> Option<String> {
         let sum = self.file(name)?.lfs.as_ref()?.sha256.as_ref();
         sum.filter(|sum| is_sha256(sum)).map(|sum| sum.to_ascii_lowercase())
@@ -91,7 +91,7 @@ impl Files {
         Self(small.map(str::to_owned).collect())
     }
 
-    /// None where there are no weights in safetensors.
+    /// Selects the files of a model; `None` without weights in safetensors.
     pub(crate) fn of_model(listing: &Listing) -> Option<Self> {
         listing.has(WEIGHTS).then(|| {
             let mut files = Self::of_tokenizer(listing);
@@ -100,7 +100,7 @@ impl Files {
         })
     }
 
-    /// The index first, so that a folder without one of its shards is known for what it is.
+    /// Selects the files of a sharded model. The index comes before the shards, so that missing shards are noticed.
     pub(crate) fn of_shards(listing: &Listing, index: &Path) -> Result<Self, String> {
         let mut files = Self::of_tokenizer(listing);
         files.0.push(INDEX.to_owned());
@@ -117,14 +117,15 @@ impl Files {
         self.0.iter().map(String::as_str)
     }
 
-    /// Of all files whose size is known.
+    /// Returns the total bytes of all files with a known size.
     pub(crate) fn bytes(&self, listing: &Listing) -> u64 {
         self.names().filter_map(|name| listing.size(name)).fold(0, u64::saturating_add)
     }
 }
 
 impl Wanted {
-    /// Whether a folder has it all: what is optional is downloaded before what is not.
+    /// Returns true if a folder has all required files. A model's weights come last, so optional files are then
+    /// there too.
     pub(crate) fn is_whole(self, folder: &Path) -> bool {
         let has = |name: &str| folder.join(name).is_file();
         match self {
@@ -138,7 +139,7 @@ impl Wanted {
     }
 }
 
-/// Names of the files in an index, none of which leads out of the folder.
+/// Reads the file names in an index; returns an error for a name that could leave the folder.
 fn shards(index: &Path) -> Result<BTreeSet<String>, String> {
     let broken = |why: std::io::Error| format!("{INDEX}: {why}");
     if fs::metadata(index).map_err(broken)?.len() > LONGEST_INDEX {

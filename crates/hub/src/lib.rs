@@ -1,12 +1,12 @@
-//! Models by name, from the Hugging Face Hub or a mirror of it.
+//! Downloads models by name from the Hugging Face Hub or a mirror.
 //!
-//! [`Hub::model`] downloads the files that a model folder needs, and no others, into the cache that
-//! `huggingface_hub` keeps too, and gives the folder. All files are of one commit. Weights come last, and
-//! the name of a revision leads to a commit only once all of it is there, so that a download which breaks
-//! off leaves nothing that passes for a model; the next one goes on where it ended.
+//! [`Hub::model`] downloads only the files that a model folder needs, and returns the folder. It shares the
+//! cache with `huggingface_hub`. All files come from one commit. Weights come last, and the name of a
+//! revision refers to a commit only after the download is complete. An interrupted download therefore never
+//! looks like a model, and the next one continues it.
 //!
-//! A server is not believed: names that it gives for files are checked before they are any, lengths and
-//! sums of large files once they are there, and a token is sent to the Hub's own address alone.
+//! The server is not trusted. File names are checked before use, and lengths and checksums of large files
+//! after the download. A token is sent only to the Hub's own address.
 
 mod cache;
 mod client;
@@ -36,10 +36,10 @@ pub use patience::Patience;
 pub use progress::Progress;
 use progress::Tally;
 
-/// The longest listing that is read; one of 10,000 files has about 3 MB.
+/// Largest accepted listing in bytes; one with 10,000 files has about 3 MB.
 const LONGEST_LISTING: u64 = 64 << 20;
 
-/// Where models come from, and where they are kept.
+/// A model hub and its local cache.
 #[derive(Debug)]
 pub struct Hub {
     endpoint: String,
@@ -50,23 +50,23 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// The Hub at an address, asked with a token or without one, and a folder that keeps what came.
+    /// Makes a hub at `endpoint` with an optional access token and a cache folder.
     pub fn new(endpoint: &str, token: Option<String>, cache: PathBuf) -> Self {
         let endpoint = endpoint.trim().trim_end_matches('/').to_owned();
         let token = token.map(Token::new);
         Self { endpoint, token, cache, offline: false, patience: Patience::default() }
     }
 
-    /// As the environment says, by the variables of `huggingface_hub`: `HF_ENDPOINT`; `HF_TOKEN`, or the
-    /// file that `hf auth login` writes; `HF_HUB_CACHE`, or `hub` in `HF_HOME`; `HF_HUB_OFFLINE`.
+    /// Makes a hub from the environment variables of `huggingface_hub`: `HF_ENDPOINT`; `HF_TOKEN`, else the
+    /// file that `hf auth login` writes; `HF_HUB_CACHE`, else `hub` in `HF_HOME`; `HF_HUB_OFFLINE`.
     ///
     /// # Errors
-    /// [`HubError::NoCache`] without a home.
+    /// [`HubError::NoCache`] without `HF_HOME` and a home folder.
     pub fn from_env() -> Result<Self, HubError> {
         Self::from_vars(|name| env::var(name).ok(), dirs::home_dir())
     }
 
-    /// A variable that is empty is none.
+    /// Reads the variables through `var`; empty ones count as unset.
     fn from_vars(
         var: impl Fn(&str) -> Option<String>,
         home: Option<PathBuf>,
@@ -86,22 +86,22 @@ impl Hub {
         Ok(Self { offline, ..Self::new(&endpoint, token, cache) })
     }
 
-    /// Asks the network for nothing.
+    /// Disables network access, so that only cached models are found.
     #[must_use]
     pub fn offline(self) -> Self {
         Self { offline: true, ..self }
     }
 
-    /// Waits so long for others, and asks so often.
+    /// Sets timeouts and retries.
     #[must_use]
     pub fn with_patience(self, patience: Patience) -> Self {
         Self { patience, ..self }
     }
 
-    /// The folder of a model with all that it is loaded from. `progress` hears of what comes by the network.
+    /// Downloads a model unless it is cached, and returns its folder. `progress` reports the download.
     ///
     /// # Errors
-    /// See [`HubError`]; [`HubError::NotCached`] alone where no network is asked.
+    /// See [`HubError`]; offline only [`HubError::NotCached`].
     pub fn model(
         &self,
         model: &ModelName,
@@ -110,10 +110,10 @@ impl Hub {
         self.folder(model, Wanted::Model, progress)
     }
 
-    /// A folder with a model's tokenizer and chat template, perhaps without its weights.
+    /// Downloads a model's tokenizer and chat template, and returns the folder, which may lack the weights.
     ///
     /// # Errors
-    /// As [`Hub::model`]'s.
+    /// Errors of [`Hub::model`].
     pub fn tokenizer(
         &self,
         model: &ModelName,
@@ -156,7 +156,7 @@ impl Hub {
             path = download.file(file)?.parent().map(Path::to_owned);
         }
         let path = path.ok_or_else(|| self.broken(model, "it has none of the files of a model"))?;
-        // A name that leads to a folder without weights would hide a whole one from a run without network.
+        // A revision that refers to a folder without weights would hide a complete one from offline runs.
         let folder = download.folder;
         if wanted == Wanted::Model || folder.kept(model.revision()).is_none() {
             folder.name(model.revision(), &listing.sha).map_err(|why| self.disk(&why))?;
@@ -164,7 +164,7 @@ impl Hub {
         Ok(path)
     }
 
-    /// The commit that the revision stands for, and its files.
+    /// Requests the commit of the revision and its files.
     fn listing(&self, client: &Client<'_>, model: &ModelName) -> Result<Listing, HubError> {
         let (name, revision) = (model.name(), encoded(model.revision()));
         let address = format!("/api/models/{name}/revision/{revision}?blobs=true");

@@ -1,27 +1,27 @@
-//! What a model is called.
+//! Names of models.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// `owner/name`, or `owner/name@revision`: a branch, a tag or a commit; without one, `main`.
+/// A model name: `owner/name` or `owner/name@revision`. The revision is a branch, a tag or a commit, by default `main`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelName {
     name: String,
     revision: String,
 }
 
-/// A text that is no [`ModelName`].
+/// A text that is not a valid [`ModelName`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is no name of a model\nhint: owner/name or owner/name@revision, as on the Hub")]
 pub struct BadName(pub String);
 
 impl ModelName {
-    /// Owner and name.
+    /// Returns `owner/name`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The branch, tag or commit.
+    /// Returns the branch, tag or commit.
     pub fn revision(&self) -> &str {
         &self.revision
     }
@@ -42,7 +42,7 @@ impl FromStr for ModelName {
     }
 }
 
-/// Whether it can be a part of an address and of a path: nothing that leads elsewhere.
+/// Returns true if `part` is safe as a component of a URL and of a path.
 fn is_part(part: &str) -> bool {
     let known = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     let edges = |c: char| c == '.' || c == '-';

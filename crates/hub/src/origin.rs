@@ -1,8 +1,8 @@
-//! Addresses: whose they are, and where a redirect leads.
+//! URLs: their origin, and targets of redirects.
 
 use ureq::http::Uri;
 
-/// Whom a request goes to. A token is for one of them alone.
+/// Scheme, host and port of a URL. A token is sent to a single origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Origin {
     is_https: bool,
@@ -11,7 +11,7 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    /// None of what is no address of http or https.
+    /// Returns the origin of `uri`; `None` if it is not an http or https URL.
     pub(crate) fn of(uri: &Uri) -> Option<Self> {
         let is_https = match uri.scheme_str()? {
             "https" => true,
@@ -32,10 +32,10 @@ impl Origin {
     }
 }
 
-/// Where a `Location` leads that was given at `base`.
+/// Resolves a `Location` header relative to `base`.
 ///
 /// # Errors
-/// What is no address, has a name or password in it, or leads from https to http.
+/// The result is not a URL, contains a name or password, or leads from https to http.
 pub(crate) fn redirected(base: &Uri, location: &str) -> Result<Uri, String> {
     let bad = || "it sends on to what is no address".to_owned();
     let location = location.split('#').next().unwrap_or_default();
@@ -66,7 +66,7 @@ pub(crate) fn redirected(base: &Uri, location: &str) -> Result<Uri, String> {
     Ok(next)
 }
 
-/// A part of an address: `/` and all else that could mean something is written as `%2F` is.
+/// Percent-encodes a URL component, including `/` (as `%2F`).
 pub(crate) fn encoded(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for byte in text.bytes() {

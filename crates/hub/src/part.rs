@@ -1,4 +1,4 @@
-//! What there is of a file that comes.
+//! A partially downloaded file.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Seek, Write};
@@ -8,10 +8,10 @@ use sha2::{Digest, Sha256};
 
 use crate::cache::make_parent;
 
-/// How much is read at once.
+/// Bytes per read.
 const PIECE: usize = 1 << 17;
 
-/// A file that grows until it is whole, and its sum where one is to be had.
+/// A file that grows until it is complete, with its checksum if one is needed.
 pub(crate) struct Part {
     path: PathBuf,
     file: File,
@@ -20,7 +20,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Goes on with what an earlier download left. None where that is no file.
+    /// Opens the partial file of an earlier download, or creates it. `None` if the path is not a file.
     pub(crate) fn open(path: PathBuf, sums: bool) -> io::Result<Option<Self>> {
         make_parent(&path)?;
         match path.symlink_metadata() {
@@ -55,7 +55,7 @@ impl Part {
         self.len
     }
 
-    /// Begins anew.
+    /// Empties the file.
     pub(crate) fn clear(&mut self) -> io::Result<()> {
         self.file.set_len(0)?;
         self.file.rewind()?;
@@ -73,13 +73,13 @@ impl Part {
         Ok(())
     }
 
-    /// SHA-256 of what is there, where it was asked for.
+    /// Returns the SHA-256 of the bytes so far, if requested in [`open`](Self::open).
     pub(crate) fn sum(&self) -> Option<String> {
         let digest = self.sum.clone()?.finalize();
         Some(digest.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Makes it the file that it was to be, once it is on the disk.
+    /// Syncs the file to disk and renames it to `path`.
     pub(crate) fn finish(self, path: &Path) -> io::Result<()> {
         self.file.sync_data()?;
         drop(self.file);

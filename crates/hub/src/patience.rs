@@ -1,25 +1,25 @@
-//! How long is waited, and how often is asked again.
+//! Timeouts and retries.
 
 use std::thread;
 use std::time::Duration;
 
 use crate::failure::Failure;
 
-/// The longest wait that a server's `Retry-After` is given.
+/// Longest accepted `Retry-After` of a server; a longer one is not waited for.
 const MOST_ASKED: Duration = Duration::from_secs(60);
 
-/// How long [`Hub`](crate::Hub) waits for others. A download has no limit of its own as long as bytes come.
+/// Timeouts and retries of a [`Hub`](crate::Hub). A download has no time limit as long as bytes arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Patience {
-    /// For a host's address, for a connection, and for a request to be taken.
+    /// Timeout for resolving a host, for connecting, and for sending a request.
     pub connect: Duration,
-    /// For an answer to begin, and then for its next bytes.
+    /// Timeout for the start of an answer, and for each next part of it.
     pub stall: Duration,
-    /// For another program that downloads the same file.
+    /// Timeout for another program that downloads the same file.
     pub busy: Duration,
-    /// How many requests in a row may fail and bring little, of failures that pass: 1 asks once.
+    /// Number of requests in a row that may fail temporarily and bring little data; 1 disables retries.
     pub tries: u32,
-    /// Between the first failure and the next request; each that follows waits twice as long.
+    /// Pause before the first retry; it doubles with each further one.
     pub pause: Duration,
 }
 
@@ -40,7 +40,7 @@ impl Patience {
         Tries { left: self.tries.saturating_sub(1), pause: self.pause }
     }
 
-    /// The last of what `ask` gives: what came, or the failure after which it is not asked again.
+    /// Calls `ask` until it succeeds or must not be retried, and returns the last result.
     pub(crate) fn retry<T>(
         self,
         mut ask: impl FnMut() -> Result<T, Failure>,
@@ -55,14 +55,14 @@ impl Patience {
     }
 }
 
-/// What is left of patience.
+/// Remaining retries of a [`Patience`].
 pub(crate) struct Tries {
     left: u32,
     pause: Duration,
 }
 
 impl Tries {
-    /// Whether to ask again after a failure; waits where it is so.
+    /// Returns true, after a pause, if the request should be retried.
     pub(crate) fn again(&mut self, failure: &Failure) -> bool {
         let asked = match failure {
             _ if self.left == 0 => return false,

@@ -1,17 +1,17 @@
-//! How far a download is.
+//! Progress of a download.
 
-/// What is there of the files that a model needs.
+/// Progress of the download of a model's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress<'a> {
-    /// The file that is on its way.
+    /// Name of the current file.
     pub file: &'a str,
-    /// Of all files.
+    /// Bytes present of all files.
     pub bytes: u64,
-    /// Of all files; 0 while it is not known.
+    /// Total bytes of all files; 0 while unknown.
     pub total_bytes: u64,
 }
 
-/// Adds up files.
+/// Sums the progress of several files.
 pub(crate) struct Tally<'a> {
     told: &'a mut dyn FnMut(Progress<'_>),
     before: u64,
@@ -23,22 +23,22 @@ impl<'a> Tally<'a> {
         Self { told, before: 0, total: 0 }
     }
 
-    /// So many bytes are asked for from here on.
+    /// Sets the total and restarts the count.
     pub(crate) fn expect(&mut self, bytes: u64) {
         (self.before, self.total) = (0, bytes);
     }
 
-    /// So much is there of a file that comes; less than before where it begins anew.
+    /// Reports the bytes present of the current file; the number falls if the download restarts.
     pub(crate) fn at(&mut self, file: &str, bytes: u64) {
         (self.told)(Progress { file, bytes: self.before + bytes, total_bytes: self.total });
     }
 
-    /// A file that came.
+    /// Adds a file after its download.
     pub(crate) fn finish(&mut self, bytes: u64) {
         self.before += bytes;
     }
 
-    /// A file that was there before.
+    /// Adds and reports a file that was cached.
     pub(crate) fn had(&mut self, name: &str, bytes: u64) {
         self.before += bytes;
         self.at(name, 0);

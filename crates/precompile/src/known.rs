@@ -1,7 +1,7 @@
-//! Resource usage of instances that were compiled before, by the operations that they were compiled from.
+//! A cache of the resource usage of compiled kernel instances, keyed by their operations.
 //!
-//! NVRTC takes most of a sweep and CubeCL's passes most of the rest; neither runs for an instance whose operations,
-//! architecture, options and tools are those of a kept result.
+//! NVRTC takes most of the time of a sweep and CubeCL's passes most of the rest. Neither runs for an instance if a kept
+//! result has the same operations, architecture, options and tools.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,16 +9,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Results by their keys.
+/// Kept results by key.
 #[derive(Debug, Default)]
 pub struct Known {
     kept: BTreeMap<String, Compiled>,
-    /// Results of this sweep, compiled or kept.
+    /// Results used in this sweep, compiled or kept.
     used: Mutex<BTreeMap<String, Compiled>>,
     compiled: Mutex<usize>,
 }
 
-/// Report of `ptxas` on an instance.
+/// Resource usage of an instance, as `ptxas` reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Compiled {
     pub(crate) registers: u32,
@@ -37,19 +37,19 @@ struct Line {
 }
 
 impl Known {
-    /// The results in the text of a file, one a line. Other lines are passed over: another version wrote them.
+    /// Reads results from the text of a file, one per line. Skips other lines: another version wrote them.
     pub fn read(text: &str) -> Self {
         let line = |line| serde_json::from_str::<Line>(line).ok();
         let kept = text.lines().filter_map(line).map(|Line { key, compiled }| (key, compiled));
         Self { kept: kept.collect(), ..Self::default() }
     }
 
-    /// Number of instances that had to be compiled.
+    /// Returns the number of instances that had to be compiled.
     pub fn compiled(&self) -> usize {
         *held(&self.compiled)
     }
 
-    /// The results of this sweep, one a line, in the order of their keys; with `all` also the kept ones.
+    /// Formats the results of this sweep, one per line, in key order; with `all` also all kept ones.
     pub fn lines(&self, all: bool) -> String {
         let used = held(&self.used);
         let mut results = if all { self.kept.clone() } else { BTreeMap::new() };
@@ -60,7 +60,7 @@ impl Known {
         results.into_iter().map(line).collect()
     }
 
-    /// The kept result of `key`, or that of `compile`.
+    /// Returns the kept result of `key`, else calls `compile`.
     pub(crate) fn get_or<E>(
         &self,
         key: String,
@@ -79,7 +79,7 @@ impl Known {
     }
 }
 
-/// Hash of everything that a result depends on: the kernel's operations, and what makes machine code of them.
+/// Hashes everything that a result depends on: the kernel's operations, the compiler options and the tools' versions.
 pub(crate) fn key(text: &str, options: &[String], tools: &str) -> String {
     let text = format!("{tools}\0{}\0{text}", options.join("\0"));
     format!("{:032x}", xxh3_128(text.as_bytes()))

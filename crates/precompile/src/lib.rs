@@ -1,8 +1,8 @@
 //! Compilation of CUDA kernels before their first launch, with NVRTC on many cores.
 //!
-//! A kernel goes the way of CubeCL's CUDA back end: CubeCL makes CUDA C++ of it, NVRTC machine code. [`compile`] puts
-//! the machine code where CubeCL looks before it compiles. A [`Toolkit`] needs no card: it compiles for an architecture
-//! by name, asks `ptxas` for registers, spills and shared memory, and remembers the answers.
+//! Kernels are compiled as in CubeCL's CUDA back end: CubeCL generates CUDA C++, and NVRTC compiles it to machine code.
+//! [`compile`] puts the machine code into the store that CubeCL checks before it compiles. A [`Toolkit`] needs no card:
+//! it compiles for an architecture by name, and caches the registers, spills and shared memory that `ptxas` reports.
 
 mod known;
 mod nvrtc;

@@ -1,11 +1,11 @@
-//! CUDA C++ to PTX or machine code.
+//! Compiles CUDA C++ to PTX or machine code with NVRTC.
 
 use std::ffi::{CStr, CString, c_char};
 use std::path::PathBuf;
 
 use cudarc::nvrtc::{result, sys};
 
-/// Why a kernel has no machine code.
+/// The reason that a kernel could not be compiled.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CompileError {
     #[error("CubeCL: {0}")]
@@ -24,36 +24,36 @@ impl CompileError {
     }
 }
 
-/// Result of a compilation.
+/// Output format of a compilation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Output {
-    /// Text, ended by a zero.
+    /// PTX text, zero-terminated.
     Ptx,
     /// Machine code.
     Cubin,
 }
 
-/// NVRTC's name of the architecture: CubeCL compiles for the specific variant from 9.0 up.
+/// Returns NVRTC's name of the architecture. From 9.0 on, CubeCL compiles for the architecture-specific variant.
 pub(crate) fn target_name(sm: u32) -> String {
     if sm >= 90 { format!("sm_{sm}a") } else { format!("sm_{sm}") }
 }
 
-/// NVRTC's options for compute capability `sm`, as CubeCL's runtime sets them, without the folders of headers.
+/// Returns NVRTC's options for compute capability `sm` as in CubeCL's runtime, without include folders.
 pub(crate) fn options(sm: u32) -> Vec<String> {
     vec![format!("--gpu-architecture={}", target_name(sm)), "-lineinfo".into()]
 }
 
-/// Version of the library, `13.0`; none where the dynamic linker finds no library.
+/// Returns the version of the library, such as `13.0`; `None` if the dynamic linker finds no library.
 ///
 /// # Errors
-/// The library does not tell.
+/// The library reports an error.
 pub(crate) fn version() -> Result<Option<String>, CompileError> {
     // SAFETY: only tries to load each candidate name.
     if !unsafe { sys::is_culib_present() } {
         return Ok(None);
     }
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is there, and both places may be written.
+    // SAFETY: the library is loaded, and both pointers are valid for writes.
     let status = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
     status.result().map_err(|e| CompileError::Nvrtc(format!("{e:?}")))?;
     Ok(Some(format!("{major}.{minor}")))
@@ -62,7 +62,7 @@ pub(crate) fn version() -> Result<Option<String>, CompileError> {
 /// Compiles CUDA C++ with the headers in the folders `include`.
 ///
 /// # Errors
-/// NVRTC's log.
+/// Compilation fails; the error contains NVRTC's log.
 pub(crate) fn compile(
     text: &str,
     sm: u32,
@@ -90,12 +90,14 @@ pub(crate) fn compile(
     }
 }
 
+/// Returns the machine code of a compiled program.
+///
 /// # Safety
-/// `program` was compiled for a real architecture.
+/// `program` is valid and was compiled for a real architecture.
 unsafe fn cubin(program: sys::nvrtcProgram) -> Result<Vec<c_char>, CompileError> {
     let failed = |e: result::NvrtcError| CompileError::nvrtc(e);
     let mut size = 0;
-    // SAFETY: the caller's promise; `size` and `code` are ours, and `code` has `size` bytes.
+    // SAFETY: the caller guarantees a valid program; `size` and `code` are local, and `code` has `size` bytes.
     unsafe {
         sys::nvrtcGetCUBINSize(program, &raw mut size).result().map_err(failed)?;
         let mut code = vec![0; size];

@@ -1,6 +1,6 @@
-//! How many cubes of a kernel live on one processor.
+//! Occupancy: the number of cubes of a kernel that one multiprocessor runs at once.
 
-/// What one streaming multiprocessor holds (CUDA C++ Programming Guide, "Compute Capabilities").
+/// Limits of one streaming multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     pub units: u32,
@@ -10,7 +10,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The limits of compute capability `sm`; none for one that is not listed.
+    /// Returns the limits of compute capability `sm`; `None` if it is not listed.
     pub const fn of(sm: u32) -> Option<Self> {
         let (units, cubes, shared) = match sm {
             89 => (1536, 24, 100 << 10),
@@ -22,9 +22,9 @@ impl Limits {
     }
 }
 
-/// Cubes of `units` units that fit one processor, each unit with `registers` registers and each cube
-/// with `shared` bytes. The driver keeps 1 KiB of shared memory a cube, and registers come in blocks
-/// of 256 a plane.
+/// Returns the number of cubes that fit one multiprocessor. A cube has `units` units with `registers`
+/// registers each, and `shared` bytes of shared memory. The driver reserves 1 KiB of shared memory per
+/// cube, and allocates registers in blocks of 256 per plane.
 pub fn occupancy(limits: Limits, units: u32, registers: u32, shared: u32) -> u32 {
     let planes = units.div_ceil(32);
     let per_cube = planes * (registers * 32).next_multiple_of(256);

@@ -1,4 +1,4 @@
-//! Properties of cards that are absent, as CubeCL's runtime would report them.
+//! Properties of cards that the machine does not have, as CubeCL's runtime would report them.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use cubecl::profile::TimingMethod;
 use cubecl_cpp::cuda::arch::CudaArchitecture;
 use cubecl_cpp::cuda::mma::CudaCmmaCompiler;
 
-/// Properties of a CUDA card as CubeCL's runtime would report them.
+/// Returns the properties of a CUDA card as CubeCL's runtime would report them.
 pub fn properties(arch: &ArchProfile) -> Arc<DeviceProperties> {
     let sm = arch.compute_capability.unwrap_or(89);
     let hardware = HardwareProperties {
@@ -63,7 +63,7 @@ pub fn properties(arch: &ArchProfile) -> Arc<DeviceProperties> {
     Arc::new(out)
 }
 
-/// How CUDA lays out matrix fragments.
+/// Returns CUDA's layout of matrix fragments.
 pub fn target_properties() -> Arc<TargetProperties> {
     Arc::new(cubecl::cuda::CudaRuntime::target_properties())
 }

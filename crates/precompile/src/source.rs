@@ -1,4 +1,4 @@
-//! CubeCL kernel to CUDA C++.
+//! Generates CUDA C++ from a CubeCL kernel.
 
 use cubecl::ir::pliron::op::Op;
 use cubecl::ir::pliron::printable::Printable;
@@ -13,26 +13,26 @@ use crate::nvrtc::CompileError;
 #[derive(Debug)]
 pub(crate) struct Source {
     pub(crate) text: String,
-    /// Name of the kernel in it.
+    /// Name of the kernel in `text`.
     pub(crate) entry: String,
-    /// Bytes of dynamic shared memory of a launch.
+    /// Bytes of dynamic shared memory per launch.
     pub(crate) shared_bytes: usize,
     pub(crate) io: Option<Vec<BufferIOAttr>>,
 }
 
-/// A kernel in CubeCL's own representation. CubeCL's passes and its printer, which take far longer, turn it into CUDA C++.
+/// A kernel in CubeCL's own representation. Its conversion to CUDA C++ takes far longer than the expansion.
 pub(crate) struct Expanded<'a> {
     kernel: &'a dyn CubeKernel,
     definition: KernelDefinition,
     options: CompilationOptions,
 }
 
-/// The kernel's operations for compute capability `sm`.
+/// Expands a kernel to its operations for compute capability `sm`.
 ///
 /// # Errors
-/// An expansion that fails.
+/// The expansion fails.
 pub(crate) fn expand(kernel: &dyn CubeKernel, sm: u32) -> Result<Expanded<'_>, CompileError> {
-    // The options of `cubecl-cuda/src/runtime.rs`.
+    // Same options as in `cubecl-cuda/src/runtime.rs`.
     let options = CompilationOptions {
         warp_size: 32,
         supports_features: CppSupportedFeatures {
@@ -50,8 +50,8 @@ pub(crate) fn expand(kernel: &dyn CubeKernel, sm: u32) -> Result<Expanded<'_>, C
 }
 
 impl Expanded<'_> {
-    /// Everything that the source depends on except CubeCL itself. The kernel is called `kernel` there: its own name ends
-    /// in a hash of Rust types, which changes with the compiler's flags.
+    /// Returns everything that the source depends on, except CubeCL itself. The kernel is renamed to `kernel`, because
+    /// its own name ends in a hash of Rust types that changes with the compiler's flags.
     pub(crate) fn text(&self) -> String {
         let KernelDefinition { body, info, settings } = &self.definition;
         let name = &settings.kernel_name;
@@ -61,16 +61,16 @@ impl Expanded<'_> {
         text.replace(name, "kernel")
     }
 
-    /// Units of a cube.
+    /// Returns the number of units of a cube.
     pub(crate) fn units(&self) -> u32 {
         let dim = self.definition.settings.cube_dim;
         dim.x * dim.y * dim.z
     }
 
-    /// The CUDA C++ that CubeCL's runtime generates.
+    /// Generates the same CUDA C++ as CubeCL's runtime.
     ///
     /// # Errors
-    /// What CubeCL refuses.
+    /// CubeCL cannot compile the kernel.
     pub(crate) fn source(self) -> Result<Source, CompileError> {
         let mut compiler = CppCompiler::<Cuda>::default();
         let compiled =

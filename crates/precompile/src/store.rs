@@ -1,8 +1,8 @@
-//! Machine code put into CubeCL's store of compiled kernels.
+//! Fills CubeCL's store of compiled kernels.
 //!
-//! CubeCL compiles a kernel when it is first launched, on the one thread that serves the device: a tuner with a dozen
-//! candidates waits for a dozen compilations in a row. [`compile`] runs NVRTC on many cores and fills the store in which
-//! CubeCL looks first (`[compilation] cache`, which `arch` turns on). CubeCL compiles what the store lacks.
+//! CubeCL compiles a kernel at its first launch, on the single thread of the device. A tuner with a dozen candidates
+//! would wait for a dozen compilations in a row. [`compile`] runs NVRTC on many cores and fills the store that CubeCL
+//! checks first (`[compilation] cache`, enabled by `arch`). CubeCL compiles the kernels that the store lacks.
 
 use std::collections::HashSet;
 use std::ffi::c_char;
@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 use crate::nvrtc::{self, CompileError, Output};
 use crate::source::expand;
 
-/// A compiled kernel in CubeCL's store: the fields of its private `PtxCacheEntry`, in the same order. `ptx` is anything
-/// that the driver's loader takes, here machine code.
+/// A compiled kernel in CubeCL's store, with the fields of CubeCL's private `PtxCacheEntry` in the same order. `ptx`
+/// may be anything that the driver can load, here machine code.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Entry {
     entrypoint_name: String,
@@ -31,12 +31,12 @@ struct Entry {
     io: Option<Vec<BufferIOAttr>>,
 }
 
-/// Kernels of launches that the store lacks: `(launch, kernel of the launch)`, each kernel once.
+/// Kernels that the store lacks, as `(launch, kernel of the launch)`, without duplicates.
 #[derive(Debug, Default)]
 pub struct Missing(Vec<(usize, usize)>);
 
 impl Missing {
-    /// Looks up the kernels of launches 0 to `count` on `device`. None is missing on back ends other than CUDA.
+    /// Finds the missing kernels of launches `0..count` on `device`; empty on back ends other than CUDA.
     pub fn of(
         device: &Device,
         count: usize,
@@ -55,16 +55,16 @@ impl Missing {
         Self(missing)
     }
 
-    /// Number of kernels.
+    /// Returns the number of missing kernels.
     pub const fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Compiles them on half of the cores, and on two at least, and puts them into the store. A kernel that fails is left to
-    /// its launch, which reports why.
+    /// Compiles the missing kernels and puts them into the store. If a kernel fails, its launch reports the error.
     ///
-    /// With the 17 kernels of a model of 1B in bf16, which is loaded meanwhile, the first token comes after 2.5 s with 8
-    /// threads, 2.8 s with 4, and 2.8 to 3.0 s with 16, on 16 cores of an H100's host: more threads slow each other down.
+    /// Uses half of the cores, at least two: more threads slow each other down. Measured with the 17 kernels of a 1B
+    /// model in bf16 that loads at the same time, on 16 cores of an H100's host. The first token came after 2.5 s with
+    /// 8 threads, 2.8 s with 4, and 2.8 to 3.0 s with 16.
     pub fn compile(
         self,
         device: &Device,
@@ -95,7 +95,7 @@ impl Missing {
     }
 }
 
-/// Compiles the kernels of launches 0 to `count` on `device`, except those that the store holds.
+/// Compiles the kernels of launches `0..count` on `device` that the store lacks.
 pub fn compile(
     device: &Device,
     count: usize,
@@ -104,7 +104,7 @@ pub fn compile(
     Missing::of(device, count, &kernels).compile(device, kernels);
 }
 
-/// The capability of a CUDA device, and the store of its kernels.
+/// Returns the compute capability and the kernel store of a CUDA device; `None` on other back ends.
 fn store(device: &Device) -> Option<(u32, Store<KernelCacheKey, Entry>)> {
     let sm = device.profile().compute_capability.filter(|_| device.backend() == Backend::Cuda)?;
     Some((sm, compilation_store("cuda", format!("ptx_sm{sm}-cpp"))?))

@@ -1,4 +1,4 @@
-//! CUDA C++ to machine code for a card that is absent, and what the machine code uses.
+//! Compiles kernels for cards that the machine does not have, and reports their resource usage.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -10,30 +10,30 @@ use crate::known::{self, Compiled, Known};
 use crate::nvrtc::{self, CompileError, Output, options, target_name};
 use crate::source::expand;
 
-/// What a kernel's machine code uses.
+/// Resource usage of a kernel's machine code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Usage {
     /// Registers of one unit.
     pub registers: u32,
-    /// Bytes that spilled out of registers.
+    /// Bytes of register spills that are written.
     pub spill_stores: u32,
     pub spill_loads: u32,
     /// Bytes of local memory of one unit, spills included.
     pub stack: u32,
-    /// Bytes of shared memory of one cube, which CubeCL asks for at the launch.
+    /// Bytes of shared memory of one cube, which CubeCL requests at the launch.
     pub shared: u32,
     /// Units of one cube.
     pub units: u32,
 }
 
 impl Usage {
-    /// Bytes that spilled, written and read.
+    /// Returns the bytes of register spills, written plus read.
     pub fn spilled(&self) -> u32 {
         self.spill_stores + self.spill_loads
     }
 }
 
-/// Why a kernel has no report.
+/// The reason that a kernel has no usage report.
 #[derive(Debug, thiserror::Error)]
 pub enum ToolkitError {
     #[error(
@@ -53,15 +53,15 @@ pub enum ToolkitError {
 pub struct Toolkit {
     ptxas: PathBuf,
     include: PathBuf,
-    /// Versions of both, and of CubeCL.
+    /// Versions of CubeCL, NVRTC and `ptxas`.
     versions: String,
 }
 
 impl Toolkit {
-    /// The toolkit under `home`; NVRTC itself is found by the dynamic linker.
+    /// Opens the toolkit under `home`; the dynamic linker finds NVRTC itself.
     ///
     /// # Errors
-    /// A file that is not there.
+    /// A file is missing, or `ptxas` cannot run.
     pub fn at(home: &Path) -> Result<Self, ToolkitError> {
         let (ptxas, include) = (home.join("bin/ptxas"), home.join("include"));
         for path in [&ptxas, &include.join("cuda_fp16.h")] {
@@ -79,11 +79,11 @@ impl Toolkit {
         Ok(Self { ptxas, include, versions })
     }
 
-    /// What `kernel` uses on compute capability `sm`: as `known`, or else compiled. With `dump` it is always
-    /// compiled, and `dump.cu`, `dump.ptx` and `dump.cubin` are kept.
+    /// Returns the resource usage of `kernel` on compute capability `sm`, from `known` or by compiling. With `dump` it
+    /// always compiles, and keeps `dump.cu`, `dump.ptx` and `dump.cubin`.
     ///
     /// # Errors
-    /// The stage that refused it, with its words.
+    /// The first stage that fails, with its message.
     pub fn usage(
         &self,
         kernel: &dyn CubeKernel,
@@ -111,7 +111,7 @@ impl Toolkit {
         Ok(Usage { registers, spill_stores, spill_loads, stack, shared, units })
     }
 
-    /// CUDA C++ to PTX.
+    /// Compiles CUDA C++ to PTX.
     fn ptx(&self, source: &str, sm: u32) -> Result<String, ToolkitError> {
         let include = [self.include.clone(), self.include.join("cccl")];
         let ptx = nvrtc::compile(source, sm, &include, Output::Ptx)?;
@@ -121,7 +121,8 @@ impl Toolkit {
         Ok(text.to_string_lossy().into_owned())
     }
 
-    /// PTX, of a kernel with `shared` bytes, to machine code, whose resource report `ptxas -v` prints.
+    /// Assembles PTX to machine code and returns the report of `ptxas -v`. `shared` is the kernel's shared memory in
+    /// bytes.
     fn assemble(
         &self,
         ptx: &str,
@@ -145,7 +146,7 @@ impl Toolkit {
     }
 }
 
-/// What makes CUDA C++ of a kernel, and its versions, as they were locked.
+/// Returns the crates that generate CUDA C++, with their versions from `Cargo.lock`.
 fn cubecl() -> String {
     let locked = include_str!("../../../Cargo.lock").split("[[package]]").skip(1);
     let names = locked.filter_map(|package| {
@@ -157,8 +158,8 @@ fn cubecl() -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// Reads `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes spill
-/// loads`, of a kernel with `shared` bytes.
+/// Parses the output of `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes
+/// spill loads`. `shared` is passed on to the result.
 fn parse_report(report: &str, shared: u32) -> Option<Compiled> {
     let before = |text: &str, unit: &str| -> Option<u32> {
         let head = &text[..text.find(unit)?];

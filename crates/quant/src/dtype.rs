@@ -1,10 +1,10 @@
-//! The type of an element.
+//! Element types.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// An element type as files, kernels and matrix instructions see it.
+/// An element type of files, kernels and matrix instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -16,7 +16,7 @@ pub enum DType {
     I8,
     U8,
     I32,
-    // Types of files that no kernel computes in.
+    // Types that occur only in files; no kernel computes in them.
     F64,
     I64,
     U64,
@@ -33,7 +33,7 @@ impl DType {
     /// Types that a dense weight may have.
     pub const FLOATS: [Self; 3] = [Self::F16, Self::Bf16, Self::F32];
 
-    /// Bytes of one stored element.
+    /// Returns the bytes of one stored element.
     pub const fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 | Self::U64 => 8,
@@ -43,7 +43,7 @@ impl DType {
         }
     }
 
-    /// The name used in flags, records and caches.
+    /// Returns the name used in flags, records and caches.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

@@ -1,4 +1,4 @@
-//! The formats of quantised weights.
+//! Formats of quantised weights.
 //!
 //! ```text
 //!   value = codebook[code] · scale(block)     or     code · scale(block)
@@ -9,16 +9,16 @@ use std::str::FromStr;
 
 use serde::{Serialize, Serializer};
 
-/// A format of quantised weights, those that take the least work to decode first.
+/// A format of quantised weights, ordered by the work to dequantise, least first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WeightFormat {
-    /// 8 bits and an absmax a row, as bitsandbytes' LLM.int8().
+    /// 8 bits and one absmax per row, as in bitsandbytes' LLM.int8().
     Int8,
-    /// 8 bits and an f16 scale for 32 neighbours of a row, as GGUF's Q8_0.
+    /// 8 bits and one f16 scale per 32 adjacent elements of a row, as in GGUF's Q8_0.
     Q8_0,
-    /// 4 bits that stand for quantiles of the normal distribution, and an absmax a block (QLoRA).
+    /// 4 bits that index quantiles of the normal distribution, and one absmax per block (QLoRA).
     Nf4,
-    /// 4 bits: a sign, two of exponent, one of mantissa; and an absmax a block.
+    /// 4 bits (one sign, two exponent, one mantissa) and one absmax per block.
     Fp4,
 }
 
@@ -27,36 +27,36 @@ pub enum WeightFormat {
 pub enum Block {
     /// A row of the weight.
     Row,
-    /// So many neighbours; a block may straddle rows.
+    /// This many adjacent elements; a block may span rows.
     Elements(u32),
 }
 
-/// Storage of the scales, one a block.
+/// Storage of the scales, one per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
     F32,
     F16,
-    /// A byte, an index into a book of 256 values, times an f32 of 256 blocks, plus an offset. bitsandbytes calls it
-    /// double quantization.
+    /// A byte that indexes a codebook of 256 values, times one f32 per 256 blocks, plus an offset. bitsandbytes calls
+    /// it double quantization.
     Nested,
 }
 
 /// One row of the table of formats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FormatInfo {
-    /// The name in command lines, records and tables.
+    /// Name in command lines, records and tables.
     pub name: &'static str,
-    /// The name of a loaded model's weights in records: formats with the same bits may share one.
+    /// Name of a loaded model's weights in records; formats with the same bits may share one.
     pub held_as: &'static str,
-    /// Bits of a code.
+    /// Bits per code.
     pub bits: u32,
-    /// Elements that share a scale where nothing else is said.
+    /// Default block of elements that share a scale.
     pub block: Block,
-    /// Storage of the scales where nothing else is said.
+    /// Default storage of the scales.
     pub scales: Scales,
-    /// Value of each code; without a codebook a code is a signed integer.
+    /// Value of each code; without a codebook, codes are signed integers.
     pub codebook: Option<[f32; 16]>,
-    /// True if a dense weight can be quantised to it at load.
+    /// True if dense weights can be quantised to it at load.
     pub at_load: bool,
     /// True if `flashover quantize` writes it.
     pub in_files: bool,
@@ -66,7 +66,7 @@ pub struct FormatInfo {
     pub gated: bool,
 }
 
-/// A format with its block and its scales: all that says how the codes are read.
+/// A format with its block and its scales: all that is needed to dequantise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Scheme {
     pub format: WeightFormat,
@@ -74,7 +74,7 @@ pub struct Scheme {
     pub scales: Scales,
 }
 
-/// Quantiles of the normal distribution, of which index 7 is zero (bitsandbytes, `get_4bit_type`).
+/// Quantiles of the normal distribution; index 7 is zero (bitsandbytes, `get_4bit_type`).
 const NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -94,7 +94,7 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// Magnitudes of FP4 in bitsandbytes' order, and then the same with a sign; both zeros are positive.
+/// Magnitudes of FP4 in bitsandbytes' order, then the same values negated; both zeros are positive.
 const FP4: [f32; 16] = {
     let magnitudes = [0.0, 0.0625 / 12.0, 8.0 / 12.0, 1.0, 4.0 / 12.0, 0.5, 2.0 / 12.0, 0.25];
     let (mut book, mut i) = ([0.0; 16], 0);
@@ -105,7 +105,7 @@ const FP4: [f32; 16] = {
     book
 };
 
-/// The formats, in the order in which they are listed.
+/// All formats, in listing order.
 const TABLE: &[(WeightFormat, FormatInfo)] = &[
     (
         WeightFormat::Nf4,
@@ -170,22 +170,22 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
 ];
 
 impl WeightFormat {
-    /// Every format, in the order in which they are listed.
+    /// Returns all formats in listing order.
     pub fn all() -> impl DoubleEndedIterator<Item = Self> {
         TABLE.iter().map(|(format, _)| *format)
     }
 
-    /// Formats that a dense weight can be quantised to at load.
+    /// Returns the formats that dense weights can be quantised to at load.
     pub fn at_load() -> impl Iterator<Item = Self> {
         Self::all().filter(|format| format.info().at_load)
     }
 
-    /// Formats that `flashover quantize` writes.
+    /// Returns the formats that `flashover quantize` writes.
     pub fn in_files() -> impl Iterator<Item = Self> {
         Self::all().filter(|format| format.info().in_files)
     }
 
-    /// Names of formats for a help text: `nf4, fp4 or int8`.
+    /// Lists names of formats for a help text: `nf4, fp4 or int8`.
     pub fn alternatives(formats: impl Iterator<Item = Self>) -> String {
         let names: Vec<_> = formats.map(Self::name).collect();
         match names.split_last() {
@@ -195,33 +195,33 @@ impl WeightFormat {
         }
     }
 
-    /// The first format of [`WeightFormat::at_load`] with so many bits.
+    /// Returns the first format of [`WeightFormat::at_load`] with `bits` bits per code.
     pub fn with_bits(bits: u32) -> Option<Self> {
         Self::at_load().find(|format| format.bits() == bits)
     }
 
-    /// The formats of [`WeightFormat::with_bits`] below `bits`, the most bits first.
+    /// Returns the formats of [`WeightFormat::with_bits`] with fewer than `bits` bits, most bits first.
     pub fn smaller_than(bits: u32) -> impl Iterator<Item = Self> {
         (1..bits).rev().filter_map(Self::with_bits)
     }
 
-    /// Its row of the table.
+    /// Returns the format's row of the table.
     pub fn info(self) -> &'static FormatInfo {
         let row = TABLE.iter().find(|(format, _)| *format == self);
         row.map(|(_, info)| info).expect("every format has a row: a test iterates them")
     }
 
-    /// The name in command lines, records and tables.
+    /// Returns the name in command lines, records and tables.
     pub fn name(self) -> &'static str {
         self.info().name
     }
 
-    /// Bits of a code.
+    /// Returns the bits per code.
     pub fn bits(self) -> u32 {
         self.info().bits
     }
 
-    /// The format with the block and the scales that its row says.
+    /// Returns the format with its default block and scales.
     pub fn scheme(self) -> Scheme {
         let FormatInfo { block, scales, .. } = *self.info();
         Scheme { format: self, block, scales }
@@ -229,13 +229,13 @@ impl WeightFormat {
 }
 
 impl Scheme {
-    /// True if the scales are quantised themselves.
+    /// Returns true if the scales themselves are quantised.
     pub fn nested(self) -> bool {
         self.scales == Scales::Nested
     }
 
-    /// Bytes of a weight `[n, k]`: codes, and a scale a block. Codebooks, and the second level of nested scales, 4 bytes
-    /// in 16384 elements, are left out.
+    /// Returns the bytes of a weight `[n, k]`: codes, and one scale per block. Codebooks are not counted, nor is the
+    /// second level of nested scales (4 bytes per 16384 elements).
     pub fn bytes(self, [n, k]: [usize; 2]) -> u128 {
         let (n, k) = (n as u128, k as u128);
         let blocks = match self.block {

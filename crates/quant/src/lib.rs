@@ -1,7 +1,7 @@
-//! Element types, and the formats of quantised weights: one table that every other crate reads.
+//! Element types, and the table of quantised weight formats that all other crates read.
 //!
-//! A new format is a variant of [`WeightFormat`] and a row of its table here, and a module of `kernels`. Files, plans,
-//! ops, records and command lines take its name, its bits and its blocks from the row.
+//! A new format needs a variant of [`WeightFormat`], a row of its table, and a module in `kernels`. Files, plans, ops,
+//! records and command lines take its name, bits and blocks from the row.
 
 mod dtype;
 mod format;

@@ -1,28 +1,28 @@
-//! Options that are one of a few words, declared here for every program that takes them.
+//! Options with a fixed set of values, shared by all programs.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// GPUs whose profile `arch` has recorded: a device can be restricted to what one of them has.
+/// GPUs with a profile recorded in `arch`; a device can be restricted to one of them.
 pub const PROFILES: [&str; 4] = ["h200", "rtx4080", "rtx4090", "rtx5090"];
 
-/// Dtypes that a model computes in, from the widest to the narrowest; tf32 multiplies numbers of f32 in that precision.
+/// Dtypes that a model can compute in, widest first; tf32 multiplies f32 values in reduced precision.
 pub const DTYPES: [&str; 4] = ["f32", "tf32", "f16", "bf16"];
 
-/// A word that is none of an option's.
+/// A word that is not a value of the option.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {kind} `{word}`\nhint: one of {known}")]
 pub struct UnknownChoice {
-    /// The kind of word, such as `backend`.
+    /// Name of the option, such as `backend`.
     pub kind: &'static str,
     pub word: String,
-    /// All words of the option.
+    /// All words of the option, separated by commas.
     pub known: String,
 }
 
-/// Declares an option: its values, the word of each, and its help, which is the doc comment.
+/// Declares an option: its values, their words, and their help texts (the doc comments).
 macro_rules! choice {
     (
         $(#[$attribute:meta])* $name:ident is a $kind:literal
@@ -35,24 +35,24 @@ macro_rules! choice {
         }
 
         impl $name {
-            /// Every value.
+            /// All values.
             pub const ALL: [Self; [$($word),+].len()] = [$(Self::$value),+];
 
-            /// The word used in flags, records and caches.
+            /// Returns the word used in flags, records and caches.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$value => $word,)+
                 }
             }
 
-            /// What the value means, for a help text.
+            /// Returns the meaning of the value, for a help text.
             pub const fn help(self) -> &'static str {
                 match self {
                     $(Self::$value => $help.trim_ascii(),)+
                 }
             }
 
-            /// All words, with commas between.
+            /// Returns all words, separated by commas.
             pub fn words() -> String {
                 Self::ALL.map(Self::name).join(", ")
             }
@@ -77,7 +77,7 @@ macro_rules! choice {
 }
 
 choice! {
-    /// A runtime and the code it is fed, fastest first: the order in which `auto` chooses.
+    /// A runtime and the code that it takes, fastest first; `auto` chooses in this order.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
     Backend is a "backend"
@@ -85,14 +85,14 @@ choice! {
     Cuda = "cuda",
     /// SPIR-V through wgpu.
     Vulkan = "vulkan",
-    /// WGSL through wgpu, on a native device: what a browser's WebGPU would be given.
+    /// WGSL through wgpu on a native device, the same code as for a browser's WebGPU.
     WebGpu = "webgpu",
     /// LLVM JIT on the host's cores.
     Cpu = "cpu",
 }
 
 choice! {
-    /// How much `bench` measures.
+    /// Set of cases that `bench` measures.
     Suite is a "suite"
     /// A few cases of each kernel, in under two minutes
     Quick = "quick",
@@ -105,7 +105,7 @@ choice! {
 }
 
 choice! {
-    /// What a problem without a tuned config gets.
+    /// Behaviour for a problem without a tuned config.
     Policy is a "policy"
     /// An error: nothing runs that was not measured
     Frozen = "frozen",

@@ -1,9 +1,8 @@
-//! The lines of a bench run: one JSON line per fact, the only interface between the process that measures and
-//! those that read it (`report`, anyone's script). Beside them the options that several programs take.
+//! JSON lines of a bench run, and options that several programs share.
 //!
-//! A run is a stream of [`Line`]s on standard output: one [`Line::Card`], one [`Line::Plan`], then a
-//! [`Line::Record`] or [`Line::Skip`] per case. A saved baseline keeps the records alone, one per
-//! line.
+//! The lines are the only interface between the process that measures and its readers (`report`, scripts). A run
+//! prints a stream of [`Line`]s to standard output: one [`Line::Card`], one [`Line::Plan`], then a
+//! [`Line::Record`] or [`Line::Skip`] per case. A saved baseline contains only the records, one per line.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +14,7 @@ mod stats;
 pub use choice::{Backend, DTYPES, PROFILES, Policy, Suite, UnknownChoice};
 pub use stats::Summary;
 
-/// Bumped when a field changes meaning; a reader refuses other versions.
+/// Schema version, incremented when a field changes meaning; a reader refuses other versions.
 pub const SCHEMA: u32 = 1;
 
 /// One line of a run's standard output.
@@ -28,41 +27,41 @@ pub const SCHEMA: u32 = 1;
 pub enum Line {
     /// The device under test; always first.
     Card(Card),
-    /// How many cases follow, for a progress bar.
+    /// Number of cases that follow, for a progress bar.
     Plan { cases: usize },
     /// A case is about to run.
     Begin { case: String },
     /// A measured case, or one that failed (no times, `error` set).
     Record(Record),
-    /// A case that this device cannot run, and why.
+    /// A case that this device cannot run, with the reason.
     Skip { case: String, reason: String },
     /// One shape checked against the reference by `verify`.
     Check(Check),
 }
 
-/// The facts of a device that a figure cannot be read without.
+/// Facts about the device that readers of a figure need.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Card {
     /// `cuda`, `vulkan`, `webgpu` or `cpu`.
     pub backend: String,
-    /// Name given by the driver.
+    /// Name from the driver.
     pub name: String,
     pub arch_id: String,
-    /// Profile that restricts the run, when one was asked for.
+    /// Profile that restricts the run, if one was requested.
     pub profile: Option<String>,
     pub driver: Option<String>,
-    /// Versions of what compiles and runs kernels (CUDA, NVRTC, Vulkan, LLVM), by name.
+    /// Versions of compilers and runtimes of kernels (CUDA, NVRTC, Vulkan, LLVM), by name.
     pub versions: BTreeMap<String, String>,
     pub memory_bytes: Option<u64>,
-    /// Clock speeds, power limit and temperature, where the device tells.
+    /// Clock speeds, power limit and temperature by name, as far as the device reports them.
     pub clocks: BTreeMap<String, String>,
     pub commit: String,
     pub dirty: bool,
     /// UTC, RFC 3339.
     pub date: String,
-    /// Measured device-to-device copy rate, read and write counted, at the 10th percentile of its times.
+    /// Measured rate of device-to-device copies in GB/s, reads plus writes, at the 10th percentile of the times.
     pub copy_gbps: Option<f64>,
-    /// Measured matrix-multiply rate from registers, by precision (`bf16`, `f32`, ...), likewise.
+    /// Measured matmul rate from registers in TFLOP/s, by precision (`bf16`, `f32`, ...), at the 10th percentile.
     pub peak_tflops: BTreeMap<String, f64>,
 }
 
@@ -70,46 +69,46 @@ pub struct Card {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     pub schema: u32,
-    /// A kernel's name, such as `matmul`, or a ceiling's: `copy` or `mma`.
+    /// Name of a kernel, such as `matmul`, or of a ceiling: `copy` or `mma`.
     pub op: String,
-    /// Only what the op has: m, n, k, lhs, rhs, dtype, batch, heads, ...
+    /// Parameters of the op: m, n, k, lhs, rhs, dtype, batch, heads, ...
     pub params: BTreeMap<String, Value>,
     pub backend: String,
     pub arch_id: String,
     pub profile: Option<String>,
-    /// Times of one launch, in nanoseconds; absent when the case failed.
+    /// Median time of one launch in nanoseconds; `None` if the case failed. Likewise the quantiles below.
     pub median_ns: Option<f64>,
     pub p10_ns: Option<f64>,
     pub p90_ns: Option<f64>,
-    /// Of requests to a model.
+    /// 95th percentile, only for requests to a model.
     #[serde(default)]
     pub p95_ns: Option<f64>,
     pub samples: usize,
-    /// `device` (timestamps taken by the device) or `host`.
+    /// Clock of the times: `device` (timestamps of the device) or `host`.
     pub clock: String,
     pub flops: u64,
-    /// Bytes that must move at least: every input read once, every output written once.
+    /// Minimum bytes to move: every input read once, every output written once.
     pub bytes: u64,
     pub tflops: Option<f64>,
     pub gbps: Option<f64>,
-    /// Achieved over the tighter of the two measured ceilings of this device; may exceed 1 where a case
-    /// beats the copy, as one that stays in the caches does.
+    /// Achieved share of the tighter of the two measured ceilings of this device. It may exceed 1 if a case
+    /// is faster than the copy because it stays in the caches.
     pub share_of_ceiling: Option<f64>,
-    /// Bytes that the pools of the device held after a case of a model.
+    /// Bytes in the device's memory pools after a case of a model.
     #[serde(default)]
     pub memory_bytes: Option<u64>,
     /// Median nanoseconds of other implementations of the same case in the same run.
     pub peers: BTreeMap<String, f64>,
-    /// Whose clock timed a peer, where it was not `clock`.
+    /// Clock that timed a peer, if it differs from `clock`.
     #[serde(default)]
     pub peer_clocks: BTreeMap<String, String>,
-    /// Largest absolute error against the f64 reference, and the tolerance it had to meet.
+    /// Largest absolute error against the f64 reference; it must not exceed `tolerance`.
     pub max_err: Option<f64>,
     pub tolerance: Option<f64>,
     pub config: Option<Value>,
-    /// `tuned`, `recorded`, `default`: where the config came from.
+    /// Origin of the config: `tuned`, `recorded`, `default`.
     pub config_source: Option<String>,
-    /// Why there is no time.
+    /// Reason that the case has no time.
     pub error: Option<String>,
     pub commit: String,
     pub dirty: bool,
@@ -118,7 +117,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// A record with the facts of `card` and nothing measured.
+    /// Makes a record with the facts of `card` and without measurements.
     pub fn new(
         card: &Card,
         op: &str,
@@ -158,10 +157,10 @@ impl Record {
         }
     }
 
-    /// Sets the quantiles of `samples_ns`, and the rates that follow from them.
+    /// Sets the quantiles of `samples_ns` and the rates at the median.
     ///
     /// # Errors
-    /// No sample is finite.
+    /// The samples are empty, or one is not finite.
     pub fn set_times(&mut self, samples_ns: &[f64], clock: &str) -> Result<(), String> {
         let Some(Summary { median, p10, p90, samples, .. }) = Summary::of(samples_ns) else {
             return Err("the clock gave no finite time".to_owned());
@@ -175,8 +174,9 @@ impl Record {
         Ok(())
     }
 
-    /// Sets the time at the tighter ceiling of `card` over the time taken. Vulkan has no register-level ceiling to
-    /// measure: only bandwidth counts there, and a case bound by arithmetic has no share.
+    /// Sets [`share_of_ceiling`](Self::share_of_ceiling): the time at the tighter ceiling of `card` divided by the
+    /// measured time. Vulkan has no measurable register-level ceiling: only bandwidth counts there, and a
+    /// compute-bound case has no share.
     pub fn set_share(&mut self, card: &Card, precision: &str) {
         self.share_of_ceiling = self.share(card, precision);
     }
@@ -184,7 +184,7 @@ impl Record {
     fn share(&self, card: &Card, precision: &str) -> Option<f64> {
         let median = self.median_ns?;
         let moving = self.bytes as f64 / card.copy_gbps?;
-        // A CPU widens every precision and multiplies in f32.
+        // A CPU converts every precision to f32 before it multiplies.
         let unit = if card.backend == "cpu" { "f32" } else { precision };
         let computing = match card.peak_tflops.get(unit) {
             Some(peak) => self.flops as f64 / (peak * 1e3),
@@ -194,12 +194,12 @@ impl Record {
         Some(moving.max(computing) / median)
     }
 
-    /// `matmul bf16 4096x4096x4096 rhs=col`: the op, then its parameters in a fixed order.
+    /// Returns the op and its parameters in a fixed order: `matmul bf16 4096x4096x4096 rhs=col`.
     pub fn case(&self) -> String {
         case_name(&self.op, &self.params)
     }
 
-    /// The quantiles that it has, the lowest first, by name, in nanoseconds.
+    /// Returns the known quantiles by name, lowest first, in nanoseconds.
     fn quantiles(&self) -> impl Iterator<Item = (&str, f64)> {
         let all = [
             ("p10_ns", self.p10_ns),
@@ -210,12 +210,12 @@ impl Record {
         all.into_iter().filter_map(|(name, ns)| Some((name, ns?)))
     }
 
-    /// Every time in it, by name, in nanoseconds.
+    /// Returns all times by name, in nanoseconds.
     fn times(&self) -> impl Iterator<Item = (&str, f64)> {
         self.quantiles().chain(self.peers.iter().map(|(name, ns)| (name.as_str(), *ns)))
     }
 
-    /// What two runs must share to be compared.
+    /// Returns the key that two records must share to be compared.
     pub fn key(&self) -> Key {
         Key {
             case: self.case(),
@@ -246,18 +246,18 @@ pub struct Check {
     pub tolerance: Option<f64>,
     pub passed: bool,
     pub error: Option<String>,
-    /// FNV-1a of the output bytes, to see which back ends agree to the last bit.
+    /// FNV-1a hash of the output bytes, to find back ends that agree bit for bit.
     pub digest: Option<String>,
 }
 
 impl Check {
-    /// As [`Record::case`].
+    /// Returns the name of the case, like [`Record::case`].
     pub fn case(&self) -> String {
         case_name(&self.op, &self.params)
     }
 }
 
-/// What the checks of one kernel on one backend came to.
+/// Summary of the checks of one kernel on one backend.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verified {
     pub schema: u32,
@@ -268,18 +268,18 @@ pub struct Verified {
     pub profile: Option<String>,
     pub checks: usize,
     pub passed: usize,
-    /// Cases that no config of the device serves; older records do not say.
+    /// Number of cases that no config of the device can run; `None` in older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<usize>,
-    /// Error over tolerance of the check that used most of it, and its name.
+    /// Largest ratio of error to tolerance among the checks; `worst_case` names that check.
     pub worst_used: Option<f64>,
     pub worst_case: Option<String>,
-    /// Whether every candidate config ran, and not the default and the measured ones alone.
+    /// True if every candidate config ran, not only the default and the measured ones.
     pub configs: bool,
     pub filter: Option<String>,
-    /// The tool of compute-sanitizer that all ran below, and found nothing unless `broken` says so.
+    /// Tool of compute-sanitizer that checked the run. It found nothing unless `broken` says so.
     pub sanitizer: Option<String>,
-    /// Why the run is not complete, or not clean.
+    /// Reason that the run is incomplete or has sanitizer findings.
     pub broken: Option<String>,
     pub commit: String,
     pub dirty: bool,
@@ -287,10 +287,10 @@ pub struct Verified {
     pub date: String,
 }
 
-/// What is skipped where a device, or a filter, leaves nothing.
+/// Name of the skipped case if the device or a filter leaves no case.
 pub const ALL_CASES: &str = "all cases";
 
-/// Sizes first as `m x n x k`, then the rest as `name=value`; `dtype` stands bare.
+/// Formats the name of a case: op, dtype, sizes as `MxNxK`, then the rest as `name=value`.
 pub fn case_name(op: &str, params: &BTreeMap<String, Value>) -> String {
     let text = |v: &Value| v.as_str().map_or_else(|| v.to_string(), str::to_owned);
     let mut out = op.to_owned();
@@ -310,16 +310,16 @@ pub fn case_name(op: &str, params: &BTreeMap<String, Value>) -> String {
     out
 }
 
-/// Why a baseline could not be used.
+/// The reason that a baseline cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// Line number and reason.
+    /// Line number from 1, and the reason.
     #[error("line {0} is not a bench record: {1}")]
     Malformed(usize, String),
-    /// Line number and the schema found there.
+    /// Line number from 1, and the schema found there.
     #[error("line {0} has schema {1}, this program reads schema {SCHEMA}")]
     Foreign(usize, u64),
-    /// The file has no record at all.
+    /// The file contains no record.
     #[error("the file holds no bench record")]
     Empty,
 }
@@ -327,7 +327,7 @@ pub enum ReadError {
 /// Reads a baseline: one record per line, blank lines allowed.
 ///
 /// # Errors
-/// The first line that is not a record of this [`SCHEMA`], or an empty file.
+/// The first line that is not a valid record of this [`SCHEMA`], or a file without records.
 pub fn read_baseline(text: &str) -> Result<Vec<Record>, ReadError> {
     let mut records = Vec::new();
     for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
@@ -396,7 +396,7 @@ mod tests {
             record.set_share(&card(), "bf16");
             record.share_of_ceiling
         };
-        // 50 ns of moving and 10 of computing, then the other way round.
+        // 50 ns of memory time and 10 ns of compute, then the reverse.
         assert_eq!(share(5_000, 100_000), Some(0.5));
         assert_eq!(share(1_000, 500_000), Some(0.5));
     }

@@ -1,4 +1,4 @@
-//! Median and spread of a set of samples.
+//! Median and spread of samples.
 
 /// Order statistics of timing samples, in the unit of the samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -11,7 +11,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// `None` for no samples, or when one of them is not finite.
+    /// Summarises `samples`; `None` if there are none or one is not finite.
     pub fn of(samples: &[f64]) -> Option<Self> {
         if samples.is_empty() || samples.iter().any(|s| !s.is_finite()) {
             return None;
@@ -28,7 +28,7 @@ impl Summary {
     }
 }
 
-/// Linear interpolation between the two nearest ranks.
+/// Returns quantile `q`, interpolated linearly between the two nearest ranks.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let at = q * (sorted.len() - 1) as f64;
     let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);

@@ -1,7 +1,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Why text cannot become ids or a prompt, or ids text.
+/// The reason that text cannot be encoded, decoded or rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]
@@ -10,7 +10,7 @@ pub enum Error {
         "{} is no tokenizer: {}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display(), line(.why)
     )]
     Tokenizer { path: PathBuf, why: String },
-    /// A `tokenizer_config.json` or a file of templates that is not what it should be.
+    /// A `tokenizer_config.json`, or another file with tokens or templates, is malformed.
     #[error(
         "{} is malformed: {}\nhint: take the file from where the model is from, as it is there", .path.display(), line(.why)
     )]
@@ -20,7 +20,7 @@ pub enum Error {
          hint: take tokenizer.json from the folder that the weights are from"
     )]
     Vocab { tokens: usize, largest: u32, vocab: usize },
-    /// A token that was added to a tokenizer and not to the model.
+    /// The text has a token that was added to the tokenizer but not to the model.
     #[error(
         "the text has token {id}, \"{}\", which is outside of the model's vocabulary of {vocab}\n\
          hint: a text without it, or tokenizer.json from the folder that the weights are from",
@@ -33,7 +33,7 @@ pub enum Error {
     Encode(String),
     #[error("tokens {ids:?} cannot be decoded: {}\nhint: tokens of this tokenizer", line(.why))]
     Decode { ids: Vec<u32>, why: String },
-    /// A chat template that is not one.
+    /// The chat template cannot be parsed.
     #[error(
         "chat template `{}` is broken: {}\nhint: take its file from where the model is from, as it is there",
         line(.name), line(.why)
@@ -41,13 +41,13 @@ pub enum Error {
     Template { name: String, why: String },
     #[error("there is no chat template `{}`\nhint: one of {}", line(.name), line(&.known.join(", ")))]
     NoTemplate { name: String, known: Vec<String> },
-    /// A template that meets what it cannot work with.
+    /// The template fails on these messages.
     #[error(
         "chat template `{}` fails on these messages: {}\nhint: other messages, or a plain prompt",
         line(.name), line(.why)
     )]
     Render { name: String, why: String },
-    /// What a template says itself, such as that roles must take turns.
+    /// The template itself raises an error, such as that roles must alternate.
     #[error(
         "chat template `{}` refuses these messages: {}\nhint: messages as it says, or a plain prompt",
         line(.name), line(.why)
@@ -57,11 +57,11 @@ pub enum Error {
     EmptyStop,
 }
 
-/// Characters of a model's own words that a message quotes.
+/// Maximum number of characters that a message quotes from a model's files.
 const QUOTED: usize = 500;
 
-/// One line of what a model's file says: cut, and with control characters and marks of direction escaped, so that
-/// it cannot pass for a line of ours.
+/// Quotes a text from a model's file on one line: truncated, and with control characters and direction marks escaped,
+/// so that it cannot imitate a line of our own.
 fn line(text: &str) -> String {
     let hidden = |c: char| {
         let marks = ['\u{2028}', '\u{2029}', '\u{200e}', '\u{200f}', '\u{61c}'];
@@ -83,7 +83,7 @@ fn line(text: &str) -> String {
     }
 }
 
-/// What to do about a file that cannot be read.
+/// Returns a hint for a file that cannot be read.
 fn readable(why: &io::Error) -> &'static str {
     match why.kind() {
         io::ErrorKind::NotFound => {

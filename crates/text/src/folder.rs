@@ -1,4 +1,4 @@
-//! Files of a model's folder, as text and as JSON.
+//! Reads files of a model's folder, as text and as JSON.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::Error;
 
-/// Refuses what may never end, as a pipe: reading it would wait for ever.
+/// Refuses paths other than regular files and folders: a read from a pipe might never end.
 pub(crate) fn ends(path: &Path) -> io::Result<()> {
     let meta = fs::metadata(path)?;
     match meta.is_file() || meta.is_dir() {
@@ -17,7 +17,7 @@ pub(crate) fn ends(path: &Path) -> io::Result<()> {
     }
 }
 
-/// A file's text; none where there is no such file. A link to nothing is a file that cannot be read.
+/// Reads a text file; `None` if it does not exist. A dangling link is an error.
 pub(crate) fn read(path: &Path) -> Result<Option<String>, Error> {
     match ends(path).and_then(|()| fs::read_to_string(path)) {
         Ok(text) => Ok(Some(text)),
@@ -26,7 +26,7 @@ pub(crate) fn read(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// A file's JSON; none where there is no such file.
+/// Reads a JSON file; `None` if it does not exist.
 pub(crate) fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
     let Some(text) = read(path)? else { return Ok(None) };
     let why =

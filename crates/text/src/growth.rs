@@ -1,9 +1,9 @@
-//! Bounds of how a `tokenizer.json` may multiply a text.
+//! Limits on the growth of a text in a `tokenizer.json`.
 //!
-//! A normalizer, and each of the other parts, is a chain of stages, and each may put many letters or tokens in place of
-//! one: fourteen that make ten of one take all memory, already where the file is opened, for it normalises its own tokens
-//! then. So strings are short, and the stages are tried one by one, on a text of all that they look for, before the file
-//! is opened.
+//! The normalizer and the other parts are chains of stages. Each stage may replace one letter or token by many:
+//! fourteen stages with a factor of ten exhaust memory. That would happen already on open, when the file's own tokens
+//! are normalised. So strings must be short. Each stage is also tried before the file is opened, on a text with all
+//! strings that the stages look for.
 
 use std::mem;
 
@@ -17,30 +17,31 @@ use tokenizers::{
 
 use crate::panics::caught;
 
-/// Bytes of a string in these parts. Of patterns the longest that were looked at have 600.
+/// Most bytes of a string in these parts, and of a pattern. The longest pattern seen in published files has 600 bytes.
 const MAX_STRING: usize = 256;
 const MAX_PATTERN: usize = 16 << 10;
 
-/// Values in one of these parts.
+/// Most values in one of these parts.
 const MAX_VALUES: usize = 4096;
 
-/// Bytes of the text that is tried, how often a chain of stages may multiply it, and bytes that all stages together see.
+/// Most bytes of the probe text, largest growth factor of a chain of stages, and most bytes of all stages together.
 const MAX_PROBE: usize = 16 << 10;
 const MAX_GROWTH: usize = 32;
 const MAX_SEEN: usize = 32 << 20;
 
-/// Characters of a word of WordPiece, whose time is the square of it; published models have 100.
+/// Most characters of a WordPiece word, whose time is quadratic in its length; published models have 100.
 const MAX_WORD: u64 = 1 << 10;
 
-/// Tokens that a post-processor is tried on.
+/// Number of tokens for the trial of a post-processor.
 const TOKENS: u32 = 256;
 
-/// Bytes of a token that is added, and the sum of their squares: the time to build the automaton that finds them in a
-/// text. 1 KiB takes some 10 ms; a vocabulary of 200 thousand has half of the sum.
+/// Most bytes of an added token, and largest sum of their squares. The sum measures the time to build the automaton
+/// that finds the tokens in a text. A token of 1 KiB takes some 10 ms. A vocabulary of 200 thousand has half of the
+/// sum.
 const MAX_TOKEN: usize = 1 << 10;
 const MAX_SQUARES: usize = 1 << 27;
 
-/// Parts of a `tokenizer.json` but its vocabulary.
+/// Parts of a `tokenizer.json`, without the vocabulary.
 #[derive(Deserialize)]
 pub(crate) struct Parts {
     #[serde(default)]
@@ -52,7 +53,7 @@ pub(crate) struct Parts {
     model: Option<Model>,
 }
 
-/// What a model puts around each piece of a word, and how long a word may be of which it looks all pieces up.
+/// Affixes that a model adds to pieces of a word, and the length limit of words that it splits.
 #[derive(Deserialize)]
 struct Model {
     continuing_subword_prefix: Option<Value>,
@@ -61,7 +62,7 @@ struct Model {
 }
 
 impl Parts {
-    /// Refuses parts that multiply a text. What the `tokenizers` crate cannot read is left for it to tell.
+    /// Refuses parts that multiply a text. Invalid parts pass; the `tokenizers` crate reports them.
     pub(crate) fn check(&self, probe: &str) -> Result<(), String> {
         let added = self.added_tokens.as_array().into_iter().flatten();
         check_tokens(added.filter_map(|token| token.get("content")?.as_str()))?;
@@ -145,7 +146,7 @@ impl Model {
     }
 }
 
-/// Refuses tokens that take long to be added.
+/// Refuses tokens that would take long to add.
 pub(crate) fn check_tokens<'a>(tokens: impl Iterator<Item = &'a str>) -> Result<(), String> {
     let mut squares = 0;
     for token in tokens {
@@ -161,7 +162,7 @@ pub(crate) fn check_tokens<'a>(tokens: impl Iterator<Item = &'a str>) -> Result<
     }
 }
 
-/// Counts values, and collects what the stages look for and put there.
+/// Counts values, and collects the strings that stages search for or insert.
 fn measure<'a>(
     part: &'a Value,
     key: &str,
@@ -179,7 +180,7 @@ fn measure<'a>(
         Value::Object(parts) => {
             parts.iter().try_for_each(|(key, part)| measure(part, key, values, strings))
         }
-        // A table, whose size is that of the file.
+        // A table; its size is limited by that of the file.
         Value::String(_) if key == "precompiled_charsmap" => Ok(()),
         Value::String(string) => {
             let most = if key == "Regex" { MAX_PATTERN } else { MAX_STRING };
@@ -196,7 +197,7 @@ fn measure<'a>(
     }
 }
 
-/// Runs stage after stage, each of which returns the bytes that it leaves, until one cannot be read or fails.
+/// Runs the stages in order until one is invalid or fails; each returns the size of its output. Refuses large growth.
 fn grow<T: for<'a> Deserialize<'a>>(
     part: &Value,
     list: &str,
@@ -219,7 +220,7 @@ fn grow<T: for<'a> Deserialize<'a>>(
     Ok(())
 }
 
-/// The stages of a sequence, of those within it too.
+/// Collects the stages of a sequence, including nested sequences.
 fn flatten<'a>(part: &'a Value, list: &str, stages: &mut Vec<&'a Value>) {
     match part.get(list).and_then(Value::as_array) {
         Some(parts) => parts.iter().for_each(|part| flatten(part, list, stages)),

@@ -1,18 +1,18 @@
-//! Bounds of the source of a chat template.
+//! Limits on the source of a chat template.
 //!
-//! minijinja compiles, prints, compares and drops by recursion, and a stack that overflows ends the process. Its own
-//! limits hold for brackets (150) and calls (500), not for chains of operators or for values. So:
+//! minijinja compiles, prints, compares and drops recursively, and a stack overflow ends the process. Its own limits
+//! cover brackets (150) and calls (500), but not chains of operators and not values. Therefore:
 //!
 //! ```text
-//! source   at most MAX_SOURCE bytes: each level of a chain or of a literal takes one of them
+//! source   at most MAX_SOURCE bytes: each level of a chain or of a literal takes at least one
 //! tag      at most MAX_TAG tokens
 //! name     at most MAX_NAME bytes
-//! block    at most MAX_BLOCKS of them
-//! a * b    becomes a * unfolded_one * b: the compiler multiplies literals, whatever comes of it
+//! block    at most MAX_BLOCKS per template
+//! a * b    becomes a * unfolded_one * b: the compiler would multiply literals of any size
 //! ```
 //!
-//! With this and the checks of [`crate::program`] no chain and no value is deeper than the source is long, which the
-//! stack of [`on_stack`] is made for.
+//! With these limits and the checks of [`crate::program`], no chain or value is nested deeper than the source has
+//! bytes. [`on_stack`] sizes the stack for that.
 
 use std::ops::Range;
 use std::thread;
@@ -26,24 +26,24 @@ use crate::panics::caught;
 use crate::program::ONE;
 use crate::steps::refused;
 
-/// Bytes of a template; the largest that trl ships has 20 thousand.
+/// Largest template in bytes; the largest one of trl has 20 thousand.
 const MAX_SOURCE: usize = 128 << 10;
 
-/// Tokens of a tag, since the time to compile a chain is the square of its length.
+/// Most tokens of a tag: the time to compile a chain is quadratic in its length.
 const MAX_TAG: usize = 8192;
 
-/// Bytes of a name, which each instruction that has it compares.
+/// Most bytes of a name: each instruction that uses a name compares it.
 const MAX_NAME: usize = 256;
 
-/// Blocks, which each call of a macro puts aside.
+/// Most blocks of a template: each call of a macro saves them all.
 const MAX_BLOCKS: usize = 64;
 
-/// Bytes of stack for a template of no length, and for each byte of one. In a release build `tests/it/deep.rs`
-/// overflows 1 MiB and 128 bytes for each, and passes with 512.
+/// Base size of the stack, and bytes of stack per byte of the template. In a release build `tests/it/deep.rs` overflows
+/// with 1 MiB plus 128 bytes per byte, and passes with 512.
 const STACK: usize = 8 << 20;
 const STACK_PER_BYTE: usize = 3 << 10;
 
-/// Runs what handles a template on a stack that it cannot overflow.
+/// Runs `call` on a thread whose stack is large enough for a template of `source` bytes.
 pub(crate) fn on_stack<T: Send>(
     source: usize,
     call: impl FnOnce() -> T + Send,
@@ -56,8 +56,8 @@ pub(crate) fn on_stack<T: Send>(
     })
 }
 
-/// A template's source with the edges of generation blocks in it, and with products that the compiler leaves to the
-/// program. What minijinja cannot read stays as it is, for its parser to tell.
+/// Checks a template's source, and returns it with edges of generation blocks and with multiplications that the
+/// compiler cannot evaluate. Invalid source is left unchanged, so that minijinja's parser reports it.
 pub(crate) fn guarded(source: &str, syntax: &SyntaxConfig) -> Result<String, Error> {
     if source.len() > MAX_SOURCE {
         return Err(refused(format!(
@@ -90,7 +90,7 @@ pub(crate) fn guarded(source: &str, syntax: &SyntaxConfig) -> Result<String, Err
             return Err(unsupported(&source[pair[1].1.clone()]));
         }
         for pair in tag.windows(2).filter(|pair| matches!(pair[1].0, Token::Mul)) {
-            // Others are in front of the arguments of a call.
+            // Otherwise the `*` unpacks arguments of a call.
             if !matches!(pair[0].0, Token::ParenOpen | Token::Comma) {
                 let end = pair[1].1.end;
                 edits.push((end..end, format!(" {ONE} *")));

@@ -1,27 +1,27 @@
-//! Text on its way to a model and back: it knows no model and no GPU.
+//! Tokenizers, detokenising streams, stop sequences and chat templates, independent of models and GPUs.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | `tokenizer` | [`Tokenizer`]: text to ids and back, by a `tokenizer.json` |
-//! | `stream` | [`Stream`]: text of ids that come one at a time |
-//! | `stop` | [`Stops`]: strings that end a text, wherever tokens cut them |
-//! | `template` | [`ChatTemplate`]: messages to a prompt, as a model was trained on |
-//! | `folder` | files of a model's folder, as text and as JSON |
-//! | `marks` | [`Marked`]: which parts of a prompt an assistant wrote |
-//! | `growth` | bounds of how a `tokenizer.json` may multiply a text |
-//! | `guard` | bounds of the source of a template |
-//! | `program` | instructions of a template, with checks in them |
-//! | `metered` | filters and operators that take steps |
-//! | `steps` | bounds of the work that a rendering may do |
-//! | `python` | what templates expect of Python |
-//! | `special` | tokens that a folder names next to its `tokenizer.json` |
-//! | `panics` | panics of the `tokenizers` crate as errors |
+//! | `tokenizer` | [`Tokenizer`]: converts text to ids and back with a `tokenizer.json` |
+//! | `stream` | [`Stream`]: detokenises ids one at a time |
+//! | `stop` | [`Stops`]: stop sequences, also across tokens |
+//! | `template` | [`ChatTemplate`]: renders messages to a prompt in a model's format |
+//! | `folder` | reads files of a model's folder, as text and as JSON |
+//! | `marks` | [`Marked`]: a prompt with the ranges that an assistant wrote |
+//! | `growth` | limits on the growth of a text in a `tokenizer.json` |
+//! | `guard` | limits on the source of a template |
+//! | `program` | inserts checks into the instructions of a template |
+//! | `metered` | filters and operators that charge steps |
+//! | `steps` | limits on the work of a rendering |
+//! | `python` | functions and filters of Python that templates use |
+//! | `special` | tokens in a folder's files next to its `tokenizer.json` |
+//! | `panics` | converts panics of the `tokenizers` crate to errors |
 //!
 //! ```
 //! use text::{Error, Stops};
 //!
 //! let mut stops = Stops::new(["</answer>"])?;
-//! assert_eq!(stops.push("42</ans").text, "42"); // What may be a stop is held back.
+//! assert_eq!(stops.push("42</ans").text, "42"); // A possible stop sequence is held back.
 //! let piece = stops.push("wer> and more");
 //! assert_eq!((piece.text.as_str(), piece.stop), ("", Some(0)));
 //! # Ok::<(), Error>(())

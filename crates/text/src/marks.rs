@@ -1,10 +1,9 @@
-//! Marks of the text that an assistant wrote, which templates put between `{% generation %}` and
-//! `{% endgeneration %}`.
+//! Ranges of text that an assistant wrote; templates put it between `{% generation %}` and `{% endgeneration %}`.
 //!
-//! minijinja tells no position of its output, and captures what a macro or `{% set %}` writes. So each edge of a block
-//! writes a string, and the prompt is rendered twice: without these strings, and with them. They begin with a nonce,
-//! which no message can forge. Where the second prompt less its edges is not the first, a filter changed a block or
-//! depends on one, and there are no right ranges.
+//! minijinja does not report positions in its output, and captures the output of macros and `{% set %}`. So each edge
+//! of a block writes a marker, and the prompt is rendered twice, without and with markers. Markers begin with a nonce
+//! that no message can forge. If the second prompt without its markers differs from the first, a filter changed a block
+//! or depends on one, and no correct ranges exist.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -12,23 +11,23 @@ use std::ops::Range;
 
 use minijinja::{Environment, State};
 
-/// Name of the nonce among the variables: none that a template can write.
+/// Variable of the nonce; the name is not a valid identifier, so templates cannot use it.
 pub(crate) const NONCE: &str = "generation nonce";
 
-/// Characters after the nonce that tell the two edges apart.
+/// Characters after the nonce, for the begin and the end of a block.
 const BEGIN: char = '\u{100000}';
 const END: char = '\u{100001}';
 
-/// A prompt, and which parts of it an assistant wrote.
+/// A prompt, and the ranges of it that an assistant wrote.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Marked {
     pub text: String,
-    /// Ranges of bytes of the text within `{% generation %}` blocks, in order. An empty block has an empty range, and
-    /// a block within a block none of its own.
+    /// Byte ranges of the text within `{% generation %}` blocks, in order. An empty block has an empty range; a nested
+    /// block has none.
     pub generated: Vec<Range<usize>>,
 }
 
-/// Registers the filter that writes an edge where there is a nonce.
+/// Registers the filter that writes an edge if a nonce is set.
 pub(crate) fn register(templates: &mut Environment) {
     templates.add_filter("generation_edge", |begins: bool, state: &State| {
         let nonce = state.lookup(NONCE).filter(|nonce| nonce.as_str().is_some());
@@ -38,21 +37,21 @@ pub(crate) fn register(templates: &mut Environment) {
     });
 }
 
-/// Returns tags in place of one that begins or ends a block, less their outer brackets. A block is a scope, as in
-/// transformers; the inner pair of tags trims what those of the block trim.
+/// Returns tags that replace the tag at the begin or the end of a block, without their outer brackets. A block is a
+/// scope, as in transformers; the inner pair of tags trims white space like the tags of the block.
 pub(crate) fn tags(word: &str) -> String {
     let with = word.replace("generation", "with");
     format!("{with} %}}{{{{ {} | generation_edge }}}}{{% {with}", word == "generation")
 }
 
-/// Returns random characters of a plane that no script uses.
+/// Returns random characters of a private-use plane.
 pub(crate) fn nonce() -> String {
     let random = RandomState::new().build_hasher().finish();
     let parts = [0, 16, 32, 48].map(|shift| 0xF_0000 | (random >> shift) as u32 & 0xFFFF);
     parts.into_iter().filter_map(char::from_u32).collect()
 }
 
-/// Takes the edges out of a text; none where they do not pair, or leave another text than the expected one.
+/// Removes the edges from a text. `None` if they do not pair, or if the rest differs from the expected text.
 pub(crate) fn marked(with_edges: &str, nonce: &str, expected: String) -> Option<Marked> {
     let mut pieces = with_edges.split(nonce);
     let mut text = pieces.next()?.to_owned();

@@ -1,4 +1,4 @@
-//! Filters, tests, operators and methods that take steps before they look into values.
+//! Filters, tests, operators and methods that charge steps before they inspect values.
 
 use std::fmt::{self, Write};
 
@@ -11,29 +11,29 @@ use crate::program as check;
 use crate::python::{self, loopable};
 use crate::steps::{BYTES, Steps, bytes, items, refused};
 
-/// Steps of a call of a macro, a filter or a method.
+/// Steps per call of a macro, a filter or a method.
 const CALL: usize = 96;
 
-/// Steps of an item of a list that a filter goes through, or that is copied.
+/// Steps per list item that a filter visits, and per copied item.
 const ITEM: usize = 12;
 const COPY: usize = 6;
 
-/// Most steps of a key that is a list or a map: wherever a map is copied, its keys are hashed again.
+/// Most steps of a map key that is a list or a map: each copy of the map hashes its keys again.
 const MAX_KEY: usize = 256;
 
-/// Steps of rounding a number, which may write 1000 digits.
+/// Steps of rounding a number, which may format 1000 digits.
 const ROUND: usize = 256;
 
-/// Text that a rendering writes, a byte a step.
+/// Writer for the output of a rendering; charges one step per byte.
 struct Written<'a, 'b> {
     out: &'a mut Output<'b>,
     steps: &'a mut Steps,
     refused: Result<(), Error>,
 }
 
-/// Registers them in place of those of minijinja, with the checks of a program.
+/// Registers these filters and operators in place of minijinja's, and the checks of programs.
 pub(crate) fn register(templates: &mut Environment) {
-    // jinja2 has no such function, which prints all variables.
+    // This function prints all variables; jinja2 does not have it.
     templates.remove_global("debug");
     templates.add_global(check::ONE, 1);
     templates.set_formatter(write);
@@ -51,7 +51,7 @@ pub(crate) fn register(templates: &mut Environment) {
     checks(templates);
 }
 
-/// Filters of minijinja that look at more than one value. Those of [`python`] come in addition.
+/// Returns minijinja's filters that inspect more than one value, without those that [`python`] replaces.
 fn builtin() -> Vec<(&'static str, Value)> {
     let mut all = vec![
         ("attr", Value::from_function(filters::attr)),
@@ -90,7 +90,7 @@ fn builtin() -> Vec<(&'static str, Value)> {
     all
 }
 
-/// Takes the steps of a filter or of a method, given by its name, for its operands.
+/// Charges the steps of a filter or a method by its name and operands.
 fn look(steps: &mut Steps, name: &str, operands: &[Value]) -> Result<(), Error> {
     let [value, args @ ..] = operands else { return Ok(()) };
     steps.take(CALL)?;
@@ -98,7 +98,7 @@ fn look(steps: &mut Steps, name: &str, operands: &[Value]) -> Result<(), Error> 
     for arg in args {
         all += steps.weigh(arg)?;
     }
-    // Those given by name too.
+    // Includes keyword arguments.
     let args: Vec<Value> = args.iter().flat_map(named).collect();
     let number = |arg: &Value| usize::try_from(arg.clone()).unwrap_or_default();
     let number = args.iter().map(number).fold(0, usize::saturating_add);
@@ -113,7 +113,7 @@ fn look(steps: &mut Steps, name: &str, operands: &[Value]) -> Result<(), Error> 
     steps.take(match name {
         "attr" | "get" => 0,
         "batch" | "slice" => product(number, ITEM),
-        // A field may be any of the arguments.
+        // Each field may show any argument.
         "format" => {
             let fields = product(text.matches(['%', '{']).count(), all);
             digits(text).saturating_add(number).saturating_add(fields)
@@ -137,7 +137,7 @@ fn look(steps: &mut Steps, name: &str, operands: &[Value]) -> Result<(), Error> 
         "pprint" => steps.indent(value, 1),
         "tojson" if number > 0 => steps.indent(value, 1 + number / BYTES),
         "round" => steps.take(ROUND),
-        // Of lists or texts, which it copies at each.
+        // A sum of lists or texts copies the result for each item.
         "sum" if !args.is_empty() => {
             let all = steps.weigh(value)?;
             steps.take(all.saturating_mul(many))
@@ -146,7 +146,7 @@ fn look(steps: &mut Steps, name: &str, operands: &[Value]) -> Result<(), Error> 
     }
 }
 
-/// The values of arguments by name, or an argument itself.
+/// Returns the values of keyword arguments, or a positional argument itself.
 fn named(arg: &Value) -> Vec<Value> {
     match arg.as_object().filter(|_| arg.is_kwargs()) {
         Some(object) => {
@@ -156,13 +156,13 @@ fn named(arg: &Value) -> Vec<Value> {
     }
 }
 
-/// The sum of the numbers in a text, each of which may be a width.
+/// Returns the sum of the numbers in a format string; each may be a width.
 fn digits(text: &str) -> usize {
     let numbers = text.split(|c: char| !c.is_ascii_digit()).filter(|number| !number.is_empty());
     numbers.map(|number| number.parse().unwrap_or(usize::MAX)).fold(0, usize::saturating_add)
 }
 
-/// The methods of Python.
+/// Calls a method of Python.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let steps = Steps::of(state);
     match args {
@@ -176,7 +176,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
     settled(state, result)
 }
 
-/// Registers operators as filters, and tests that do the same.
+/// Registers operators as filters, and the equivalent tests.
 fn operators(templates: &mut Environment) {
     type Compare = fn(&Value, &Value) -> bool;
     let comparisons: [(&str, Compare, &[&str]); 7] = [
@@ -308,7 +308,7 @@ fn called(steps: &mut Steps, args: &[Value]) -> Result<(), Error> {
     args.iter().try_for_each(|arg| steps.shallow(arg))
 }
 
-/// Returns a list or a map in place of a view of others, whose items would take steps unseen. A text takes steps.
+/// Charges steps for a text, and copies a lazy view into a list or a map, because the view's work would not be counted.
 fn settled(state: &mut State, value: Value) -> Result<Value, Error> {
     let steps = Steps::of(state);
     steps.text(bytes(&value))?;
@@ -327,7 +327,7 @@ fn settled(state: &mut State, value: Value) -> Result<Value, Error> {
     Ok(Value::from(items?))
 }
 
-/// Writes a value, as minijinja does by default.
+/// Writes a value like minijinja's default formatter.
 fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let escapes = matches!(state.auto_escape(), AutoEscape::Html) && !value.is_safe();
     let steps = Steps::of(state);

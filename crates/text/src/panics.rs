@@ -1,12 +1,12 @@
-//! Panics of the `tokenizers` crate as errors.
+//! Converts panics of the `tokenizers` crate to errors.
 //!
-//! The crate expects of a `tokenizer.json` what only its own writer keeps to: it unwraps a decoder, indexes by
-//! what a normalizer makes of a text, looks special tokens up that may not be there. None of that can be
-//! found out beforehand without doing it, so that unwinding is caught, around calls of the crate alone.
+//! The crate assumes properties of a `tokenizer.json` that only its own writer guarantees. It unwraps a decoder,
+//! indexes with results of a normalizer, and looks up special tokens that may be missing. No check can find these
+//! cases in advance, so unwinding is caught, only around calls of the crate.
 //!
-//! A hook would still print the panic. To take it away for the call and put it back is a race: of two threads the
-//! second may put back the silence of the first, and panics of a third go unseen meanwhile. So a hook is set
-//! once and stays; it asks a flag of the thread that panics, and leaves the rest to the hook before it.
+//! The panic hook would still print a message. Replacing the hook during each call would be a race: the second of two
+//! threads might restore the silent hook of the first, and hide panics of a third. So a hook is set once and stays. It
+//! checks a flag of the panicking thread, and otherwise calls the previous hook.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -15,15 +15,15 @@ use std::sync::Once;
 use std::thread;
 
 thread_local! {
-    /// Panics of this thread are caught, and told by whoever catches them.
+    /// True while panics of this thread are caught and reported as errors.
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `call` returns, or what it said when it panicked. What it borrows must bear that it ended early: of
-/// tokenizers that is their caches, which are locked, and which are not used where the lock is poisoned.
+/// Runs `call`; returns its result, or the message of its panic. Borrowed state must tolerate an early end. For
+/// tokenizers that is their locked caches, which are not used if the lock is poisoned.
 pub(crate) fn caught<T>(call: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
-    // While a thread unwinds no hook can be set, and a message more is the least trouble.
+    // No hook can be set while a thread unwinds; an additional message is harmless then.
     if !thread::panicking() {
         HOOK.call_once(|| {
             let before = panic::take_hook();
@@ -52,7 +52,7 @@ mod tests {
 
     use super::*;
 
-    /// The hook before ours hears of all panics but those.
+    /// The previous hook is called for all panics except caught ones.
     #[test]
     fn caught_panics_are_quiet_and_no_others() {
         let heard = Arc::new(Mutex::new(Vec::new()));

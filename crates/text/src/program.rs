@@ -1,18 +1,18 @@
-//! The instructions of a template, with the checks of values in them.
+//! Inserts checks of values into the instructions of a template.
 //!
 //! ```text
-//! a == b, a in b, a ~ b, a[b]   filters that take steps, and do the same
-//! a + b, a * b, a[b:c]          the operands take steps; the result is a list where it would be a view
-//! {a: b}, m(**a), m(*a)         the keys are small, and the items take steps
-//! m(a), caller(a), loop(a)      the arguments take steps, and are shallow: a recursive call carries them
-//! {% set ns.a = b %}            the value is flat: only a namespace carries values from turn to turn
-//! {% set a = b %}, {% for %}    the value is shallow in a template with a recursive loop
-//! {% for a in b %}              jinja2 loops over no none, and the characters of a string take steps
-//! text                          is a value to write, whose bytes take steps as those of others
-//! {% break %}, {% continue %}   end what is open within the loop, which minijinja does not
+//! a == b, a in b, a ~ b, a[b]   replaced by filters that charge steps and do the same
+//! a + b, a * b, a[b:c]          the operands charge steps; a lazy result is copied into a list
+//! {a: b}, m(**a), m(*a)         the keys must be small, and the items charge steps
+//! m(a), caller(a), loop(a)      the arguments charge steps and must be shallow: a recursive call passes them on
+//! {% set ns.a = b %}            the value must be flat: only a namespace keeps values across iterations
+//! {% set a = b %}, {% for %}    the value must be shallow if the template has a recursive loop
+//! {% for a in b %}              none is an error, as in jinja2, and the characters of a string charge steps
+//! text                          is written as a value, whose bytes charge steps
+//! {% break %}, {% continue %}   close the scopes open within the loop, which minijinja does not do
 //! ```
 //!
-//! [`crate::metered`] has these filters, whose names no template can write.
+//! [`crate::metered`] defines these filters; their names are not valid in a template.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ use minijinja::machinery::Instruction::{self, *};
 use minijinja::machinery::Instructions;
 use minijinja::value::{Value, ValueKind};
 
-// Filters of operators, which take two values and return the result.
+// Filters for operators, with two values and a result.
 pub(crate) const EQ: &str = "==";
 pub(crate) const NE: &str = "!=";
 pub(crate) const LT: &str = "<";
@@ -31,14 +31,14 @@ pub(crate) const IN: &str = "<-";
 pub(crate) const CONCAT: &str = "~";
 pub(crate) const ITEM: &str = "[]";
 
-// Filters that take one value and return it, or one in place of it.
+// Filters that check one value and return it or a replacement.
 pub(crate) const SETTLED: &str = "=settled";
 pub(crate) const LOOPABLE: &str = "=loopable";
 pub(crate) const SHALLOW: &str = "=shallow";
 pub(crate) const FLAT: &str = "=flat";
 pub(crate) const UNPACKED: &str = "=unpacked";
 
-// Filters that take a tuple of operands and return it.
+// Filters that check a tuple of operands and return it.
 pub(crate) const COMPARED: &str = "=compared";
 pub(crate) const REPEATED: &str = "=repeated";
 pub(crate) const SLICED: &str = "=sliced";
@@ -47,26 +47,26 @@ pub(crate) const MERGED: &str = "=merged";
 pub(crate) const CALLED: &str = "=called";
 pub(crate) const OBJECT_CALLED: &str = "=object_called";
 
-/// Variable of the source, which is 1. minijinja multiplies literals where it compiles, however long a list that makes;
-/// by this in addition, it cannot.
+/// Variable in the source with the value 1. minijinja multiplies literals at compile time, even into very long lists.
+/// Multiplying by this variable as well prevents that.
 pub(crate) const ONE: &str = "unfolded_one";
 
-/// Flag of a loop.
+/// Flag of a recursive loop.
 const RECURSIVE: u8 = 2;
 
-/// Place of a filter that has none in the cache of a program.
+/// Cache index of a filter that is not in a program's cache.
 const NO_LOCAL: u8 = !0;
 
-/// What is open at an instruction.
+/// A construct that is open at an instruction.
 enum Open {
-    /// A loop, by the instruction that each turn begins with and the one behind all turns.
+    /// A loop, with the first instruction of each iteration and the first one after the loop.
     Loop(u32, u32),
     Scope,
     Capture,
     Escape,
 }
 
-/// Returns a program with its checks.
+/// Returns a program with checks.
 pub(crate) fn checked<'a>(program: &Instructions<'a>) -> Instructions<'a> {
     let instructions = (0..).map_while(|at| program.get(at));
     let mut instructions: Vec<_> = instructions.cloned().collect();
@@ -119,7 +119,7 @@ pub(crate) fn checked<'a>(program: &Instructions<'a>) -> Instructions<'a> {
     out
 }
 
-/// The place that an instruction may go on at.
+/// Returns the jump target of an instruction.
 fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     match instruction {
         Jump(at)
@@ -132,8 +132,8 @@ fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     }
 }
 
-/// Returns the filter of an operator, whose second value may be a literal. A comparison needs none where that is one,
-/// because it ends where the literal does.
+/// Returns the filter of an operator; the second operand may be a literal. A comparison with a literal needs no filter,
+/// because it ends with the literal.
 fn operator(instruction: &Instruction, literal: Option<&Value>) -> Option<&'static str> {
     match (instruction, literal.map(Value::kind)) {
         (Eq | Ne | Lt | Lte | Gt | Gte, Some(_)) => None,
@@ -179,14 +179,14 @@ fn binary<'a>(filter: &'static str) -> Instruction<'a> {
     ApplyFilter(filter, Some(2), NO_LOCAL)
 }
 
-/// Gives the operands to a filter as one tuple, and puts them back. Without a number of them, the stack has it.
+/// Passes the operands to a filter as a tuple and pushes them back. With `None` their number is on the stack.
 fn joint<'a>(filter: &'static str, operands: Option<usize>) -> Vec<Instruction<'a>> {
     let mut checks = vec![BuildTuple(operands), unary(filter), UnpackLists(1)];
     checks.extend(operands.map(|_| DiscardTop));
     checks
 }
 
-/// Keeps what is open behind an instruction.
+/// Updates the open constructs after an instruction.
 fn track(open: &mut Vec<Open>, at: u32, instruction: &Instruction) {
     match *instruction {
         Iterate(end) => open.push(Open::Loop(at, end)),
@@ -198,7 +198,7 @@ fn track(open: &mut Vec<Open>, at: u32, instruction: &Instruction) {
     }
 }
 
-/// Returns what ends all that a jump to another turn of the loop or out of it leaves open.
+/// Returns instructions that close everything that a `break` or `continue` would leave open.
 fn left<'a>(open: &[Open], target: u32) -> impl Iterator<Item = Instruction<'a>> {
     let leaves =
         |open: &Open| matches!(open, Open::Loop(next, end) if [*next, *end].contains(&target));

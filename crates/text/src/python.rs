@@ -1,4 +1,4 @@
-//! Python that chat templates expect: `tojson`, `strftime_now`, and tests and filters of none and undefined.
+//! Python features that chat templates use: `tojson`, `strftime_now`, and tests and filters with none and undefined.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use time::OffsetDateTime;
 use time::format_description::parse_strftime_borrowed;
 
-/// Registers tests that differ from minijinja's own: jinja2 iterates over what is undefined.
+/// Registers tests that differ from minijinja's: in jinja2 undefined values are iterable.
 pub(crate) fn register(templates: &mut Environment) {
     templates.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     templates.add_test("sequence", |value: &Value| {
@@ -21,7 +21,7 @@ pub(crate) fn register(templates: &mut Environment) {
     });
 }
 
-/// Filters that differ: Python iterates over no none, and jinja2 over what is undefined.
+/// Returns filters that differ from minijinja's: in Python none is not iterable, and in jinja2 undefined is.
 pub(crate) fn filters() -> Vec<(&'static str, Value)> {
     let length = Value::from_function(|value: &Value| filters::length(&emptied(value)));
     vec![
@@ -67,7 +67,7 @@ pub(crate) fn filters() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Returns a value that a loop may take; none is refused.
+/// Returns a value for a loop; an error for none.
 pub(crate) fn loopable(value: &Value) -> Result<Value, Error> {
     match value.is_none() {
         true => Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable")),
@@ -75,7 +75,7 @@ pub(crate) fn loopable(value: &Value) -> Result<Value, Error> {
     }
 }
 
-/// An empty list in place of what is undefined.
+/// Replaces an undefined value by an empty list.
 fn emptied(value: &Value) -> Value {
     match value.is_undefined() {
         true => Value::from(Vec::<Value>::new()),
@@ -83,7 +83,7 @@ fn emptied(value: &Value) -> Value {
     }
 }
 
-/// As [`emptied`], with the keys of a map in place of it.
+/// Replaces an undefined value by an empty list, and a map by its keys.
 fn listed(value: &Value) -> Value {
     match (value.kind(), value.try_iter()) {
         (ValueKind::Map, Ok(keys)) => keys.collect(),
@@ -91,7 +91,7 @@ fn listed(value: &Value) -> Value {
     }
 }
 
-/// The builtin filter, which would take none for an empty list.
+/// The builtin filter `join`, except that none is an error instead of an empty list.
 fn join(
     state: &mut State,
     value: &Value,
@@ -102,7 +102,7 @@ fn join(
     filters::join(state, &loopable(value)?, between, attribute, more)
 }
 
-/// A number, or the default of a filter where the value is none.
+/// Converts to a number; returns the filter's default on failure, as for none.
 fn number(
     value: &Value,
     args: &[Value],
@@ -118,7 +118,7 @@ fn number(
     Ok(filter(args).unwrap_or(default))
 }
 
-/// `json.dumps` without `ensure_ascii`, which is what transformers gives templates as `tojson`.
+/// Formats like `json.dumps` without `ensure_ascii`, as transformers' `tojson` does.
 fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     if options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false) {
@@ -136,7 +136,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     }
 }
 
-/// A value as JSON, which has no word for what is undefined.
+/// Converts a value to JSON; an undefined value is an error.
 fn json(value: &Value) -> Result<serde_json::Value, Error> {
     match value.kind() {
         ValueKind::Undefined => Err(Error::from(ErrorKind::UndefinedError)),
@@ -166,7 +166,7 @@ fn dumped(value: &serde_json::Value, formatter: impl Formatter) -> Result<String
     String::from_utf8(bytes).map_err(|why| refused(&why.to_string()))
 }
 
-/// Python's separators: a space after each comma and colon.
+/// Formatter with Python's separators: a space after each comma and colon.
 struct OneLine;
 
 impl Formatter for OneLine {
@@ -191,14 +191,14 @@ impl Formatter for OneLine {
     }
 }
 
-/// A time by the codes of C's `strftime`, in the C locale.
+/// Formats a time with the codes of C's `strftime` in the C locale.
 pub(crate) fn strftime(now: OffsetDateTime, format: &str) -> Result<String, Error> {
     let not = || refused(&format!("strftime_now of {format:?}"));
     let items = parse_strftime_borrowed(format).map_err(|_| not())?;
     now.format(&items).map_err(|_| not())
 }
 
-/// What a template asks for and Python would do.
+/// Returns the error for a feature that Python has and we do not support.
 fn refused(what: &str) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("{what} is not supported"))
 }

@@ -1,4 +1,4 @@
-//! Tokens that a folder names next to its `tokenizer.json`, merged as transformers merges them.
+//! Tokens in a folder's files next to its `tokenizer.json`, merged as in transformers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,22 +11,22 @@ use crate::Error;
 use crate::folder::json;
 use crate::growth::check_tokens;
 
-/// The names that every tokenizer may have; others ending in `_token` are a model's own.
+/// Standard names of special tokens; other names ending in `_token` are specific to a model.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// Tokens of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
 #[derive(Default)]
 pub(crate) struct FolderTokens {
-    /// By the name that a template calls it by, such as `bos_token`.
+    /// Tokens by their names in templates, such as `bos_token`.
     pub(crate) named: BTreeMap<String, AddedToken>,
-    /// Tokens of the tokenizer, some of which `tokenizer.json` may lack, in the order of their ids.
+    /// Tokens with an id, in id order; `tokenizer.json` may lack some.
     pub(crate) added: Vec<AddedToken>,
     /// Special tokens without a name.
     pub(crate) extra: Vec<AddedToken>,
 }
 
-/// A token's text, or all that a tokenizer knows about it.
+/// A token, as text or as an object with all fields.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Token {
@@ -56,7 +56,7 @@ enum Extra {
 }
 
 impl FolderTokens {
-    /// Reads the files of a folder; those that are not there say nothing.
+    /// Reads the files of a folder; missing ones count as empty.
     pub(crate) fn open(folder: &Path) -> Result<Self, Error> {
         let path = folder.join("tokenizer_config.json");
         let config: Map<String, Value> = json(&path)?.unwrap_or_default();
@@ -71,11 +71,11 @@ impl FolderTokens {
                     Deserialize::deserialize(decoder).map_err(bad)?;
                 added.extend(decoder.into_iter().map(|(id, fields)| (id, fields.token(false))));
             }
-            // Files of before 2023, which newer ones only repeat.
+            // Files from before 2023; in newer folders they only repeat the config.
             None => {
                 let path = folder.join("special_tokens_map.json");
                 let mut map: Map<String, Value> = json(&path)?.unwrap_or_default();
-                // transformers looks at these after added_tokens.json, whose tokens they do not make special.
+                // transformers reads these after added_tokens.json, so they do not make its tokens special.
                 let late = map.remove_entry("additional_special_tokens").into_iter().collect();
                 let bad = |why: serde_json::Error| Error::Config {
                     path: path.clone(),
@@ -103,7 +103,7 @@ impl FolderTokens {
         Ok(tokens)
     }
 
-    /// Takes the tokens that a file names; what it says later holds.
+    /// Adds the tokens that a file names; later entries override earlier ones.
     fn name(&mut self, file: &Map<String, Value>) -> Result<(), serde_json::Error> {
         for (key, value) in file.iter().filter(|(_, value)| !value.is_null()) {
             let own = key.ends_with("_token") && (value.is_string() || value.is_object());
@@ -125,7 +125,7 @@ impl FolderTokens {
         Ok(())
     }
 
-    /// Tokens for a tokenizer to add, in order: those with an id first, then those that it lacks so far.
+    /// Returns the tokens to add to a tokenizer, in order: first those with an id, then others that it lacks.
     pub(crate) fn missing<'a>(
         self,
         known: impl Iterator<Item = &'a AddedToken>,

@@ -1,31 +1,31 @@
-//! Steps that filters, operators and output take, which minijinja does not count.
+//! A budget of steps for filters, operators and output.
 //!
-//! minijinja counts instructions, and one instruction may compare, sort or print all of a value. A value that holds one
-//! list twice, 60 levels deep, has 2^60 items. So whatever looks into a value takes steps before it begins: one for each
-//! value within, and one for some bytes of text.
+//! minijinja counts instructions, but one instruction may compare, sort or print a whole value. A value that contains
+//! the same list twice at each of 60 levels has 2^60 items. So every operation that inspects a value first charges
+//! steps: some for each value within, and one per few bytes of text.
 
 use minijinja::value::{ObjectRepr, Tuple, Value};
 use minijinja::{Error, ErrorKind, State};
 
-/// Steps of a rendering, of some 10 ns each. The longest prompt has fewer bytes, since each byte that is written is one.
+/// Steps of a rendering, of some 10 ns each. A prompt has at most this many bytes, because each byte written is a step.
 const MAX_STEPS: usize = 64 << 20;
 
-/// Bytes of text that are a step where they are copied or compared.
+/// Bytes of text per step when text is copied or compared.
 pub(crate) const BYTES: usize = 4;
 
-/// Steps of a value by itself, and of a number with a fraction, which may have 300 digits.
+/// Steps of a single value, and of a float, which may have 300 digits.
 const SCALAR: usize = 2;
 const FLOAT: usize = 32;
 
-/// Steps of a list, of a map, and of a pair of a map, as iterators over them need.
+/// Steps to iterate over a list, over a map, and over a pair of a map.
 const LIST: usize = 12;
 const MAP: usize = 24;
 const PAIR: usize = 8;
 
-/// Levels of a value that outlives a turn of a loop or a call of a macro.
+/// Most levels of a value that outlives an iteration of a loop or a call of a macro.
 const MAX_DEPTH: usize = 256;
 
-/// Steps that are left to this rendering.
+/// Remaining steps of a rendering.
 pub(crate) struct Steps(usize);
 
 impl Default for Steps {
@@ -46,23 +46,23 @@ impl Steps {
         left.map(drop).ok_or_else(|| refused(long()))
     }
 
-    /// Takes steps for some text.
+    /// Charges steps for a text.
     pub(crate) fn text(&mut self, bytes: usize) -> Result<(), Error> {
         self.take(SCALAR + bytes / BYTES)
     }
 
-    /// Takes a step for each value within one, and returns their number of levels.
+    /// Charges steps for each value within a value, and returns the number of levels.
     pub(crate) fn visit(&mut self, value: &Value) -> Result<usize, Error> {
         self.visit_all(value, false)
     }
 
-    /// Visits a value that outlives a turn or a call, and refuses one of too many levels.
+    /// Visits a value that outlives an iteration or a call; an error for too many levels.
     pub(crate) fn shallow(&mut self, value: &Value) -> Result<(), Error> {
         shallow(self.visit(value)?)
     }
 
-    /// Visits a value that a namespace is to hold, and refuses one that can change too, such as a namespace: so no
-    /// value holds itself.
+    /// Visits a value for a namespace; an error if it contains a mutable value, such as a namespace. So no value can
+    /// contain itself.
     pub(crate) fn flat(&mut self, value: &Value) -> Result<(), Error> {
         shallow(self.visit_all(value, true)?)
     }
@@ -101,14 +101,14 @@ impl Steps {
         Ok(levels + 1)
     }
 
-    /// Visits a value, and returns the number of steps.
+    /// Visits a value and returns the steps charged.
     pub(crate) fn weigh(&mut self, value: &Value) -> Result<usize, Error> {
         let before = self.0;
         self.visit(value)?;
         Ok(before - self.0)
     }
 
-    /// Takes the steps of a comparison, which ends where the smaller value does.
+    /// Charges the steps of a comparison, which ends with the smaller value.
     pub(crate) fn compare(&mut self, a: &Value, b: &Value) -> Result<(), Error> {
         let mut most = 256;
         loop {
@@ -121,7 +121,7 @@ impl Steps {
         }
     }
 
-    /// Takes the steps of a search.
+    /// Charges the steps of a search.
     pub(crate) fn search(&mut self, value: &Value, container: &Value) -> Result<(), Error> {
         let each = self.weigh(value)?;
         match container.as_object() {
@@ -132,8 +132,8 @@ impl Steps {
         }
     }
 
-    /// Takes the steps of text that has a value a line, behind some steps of spaces for each level. A level is also one of
-    /// what writes it, each of which writes to the one before.
+    /// Charges the steps of indented text with one value per line; `spaces` is the steps of indentation per level. Each
+    /// level is also a nested writer that passes its text on, so the cost is quadratic in levels.
     pub(crate) fn indent(&mut self, value: &Value, spaces: usize) -> Result<(), Error> {
         let before = self.0;
         let levels = self.visit(value)?;
@@ -141,7 +141,7 @@ impl Steps {
         self.take((before - self.0).saturating_mul(each))
     }
 
-    /// Takes the steps of a sort, and of what needs no more comparisons.
+    /// Charges the steps of a sort, or of work with no more comparisons than a sort.
     pub(crate) fn sort(&mut self, value: &Value) -> Result<(), Error> {
         let all = self.weigh(value)?;
         self.take(all.saturating_mul(2 * items(value).max(1).ilog2() as usize + 1))
@@ -155,12 +155,12 @@ fn shallow(levels: usize) -> Result<(), Error> {
     }
 }
 
-/// Bytes of a text; none of another value.
+/// Returns the bytes of a text; 0 for other values.
 pub(crate) fn bytes(value: &Value) -> usize {
     value.as_str().map_or(0, str::len)
 }
 
-/// Number of items of a list or a map.
+/// Returns the number of items of a list or a map.
 pub(crate) fn items(value: &Value) -> usize {
     value.as_object().and_then(|object| object.enumerator_len()).unwrap_or_default()
 }

@@ -1,25 +1,27 @@
 use crate::Error;
 
-/// Strings that end a text, wherever pieces cut them. The one that is whole first wins, and of several that
-/// end together the longest; how the text is cut changes nothing.
+/// Stop sequences, matched across pieces of a text. The first complete match wins; of several with the same
+/// end, the longest. The result does not depend on the pieces.
 #[derive(Debug, Clone)]
 pub struct Stops {
     stops: Vec<String>,
-    /// The end of what was pushed, as far as it may be the beginning of a stop.
+    /// End of the pushed text that may be the start of a stop sequence.
     held: String,
 }
 
-/// What may be shown.
+/// Text that may be shown.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Piece {
     pub text: String,
-    /// Which stop ends the text here; nothing may be pushed after it.
+    /// Index of the stop sequence that ends the text here; nothing may be pushed after it.
     pub stop: Option<usize>,
 }
 
 impl Stops {
+    /// Makes stop sequences from strings.
+    ///
     /// # Errors
-    /// [`Error::EmptyStop`].
+    /// [`Error::EmptyStop`] for an empty string.
     pub fn new(stops: impl IntoIterator<Item = impl Into<String>>) -> Result<Self, Error> {
         let stops: Vec<String> = stops.into_iter().map(Into::into).collect();
         if stops.iter().any(String::is_empty) {
@@ -28,7 +30,7 @@ impl Stops {
         Ok(Self { stops, held: String::new() })
     }
 
-    /// The text so far that is certain to be before any stop and was not given yet.
+    /// Adds text, and returns the new text that is certain to be before any stop sequence.
     pub fn push(&mut self, text: &str) -> Piece {
         self.held.push_str(text);
         let found = self.stops.iter().enumerate().filter_map(|(stop, string)| {
@@ -44,12 +46,12 @@ impl Stops {
         Piece { text: std::mem::replace(&mut self.held, rest), stop: None }
     }
 
-    /// What was held back, when nothing follows.
+    /// Returns the text held back, when nothing follows.
     pub fn finish(self) -> String {
         self.held
     }
 
-    /// Bytes at the end of what is held that a stop begins with.
+    /// Returns the bytes at the end of the held text that match the start of a stop sequence.
     fn longest_beginning(&self) -> usize {
         let beginning = |stop: &String| {
             let starts = stop.char_indices().map(|(at, _)| at).rev();

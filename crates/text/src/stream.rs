@@ -1,47 +1,47 @@
 use crate::{Error, Tokenizer};
 
-/// The replacement character: where bytes are no text, or not yet.
+/// The replacement character: stands for invalid or incomplete characters.
 const NO_TEXT: char = '\u{FFFD}';
 
-/// Bytes that a character may have and still not be whole; some tokenizers show each of them.
+/// Most bytes of an incomplete character; some tokenizers decode each to a replacement character.
 const INCOMPLETE: usize = 3;
 
-/// Tokens of a prompt that the first tokens after it are decoded with: enough to begin before a run of
-/// characters in bytes that the prompt ends within, 16 in a row.
+/// Number of prompt tokens that are decoded together with the first new tokens. It covers a run of 16
+/// characters in byte tokens at the end of the prompt.
 const CONTEXT: usize = 64;
 
-/// Text of ids that come one at a time.
+/// Incremental detokeniser: converts ids to text one at a time.
 ///
-/// Characters are given whole, however many tokens they are cut into, and spaces between words are kept,
-/// though tokenizers drop the first one of what they decode: joined, the pieces are what the ids add to the
-/// text of the prompt. An id of no token is U+FFFD, as in [`Tokenizer::decode`]; like bytes that may become a
-/// character it is given with what follows it.
+/// Only complete characters are returned, even if several tokens make up one. Spaces between words are kept,
+/// although tokenizers drop a leading space when they decode. Joined, the pieces are the text that the ids add
+/// to the text of the prompt. An id without a token is U+FFFD, as in [`Tokenizer::decode`]. Like an incomplete
+/// character, it is held back until the text after it is known.
 ///
 /// ```text
-/// window = given | pending             // given: decoded before, here for what comes after it
+/// window = given | pending             // given: already decoded, kept as context
 /// push:  pending text = text(window) without text(given)
-///        piece = pending text, without what may become whole, without what was shown of it
-///        given = pending               // where nothing may become whole
+///        piece = pending text without incomplete characters and without the part already shown
+///        given = pending               // if no character is incomplete
 /// ```
 #[derive(Debug, Clone)]
 pub struct Stream {
     window: Vec<u32>,
-    /// How many of the window's ids are given.
+    /// Number of given ids in the window.
     given: usize,
-    /// What was shown of the pending text.
+    /// Part of the pending text that was shown.
     shown: String,
-    /// Special tokens have their names in the text.
+    /// True if special tokens appear by name in the text.
     special: bool,
 }
 
 impl Stream {
-    /// A stream of what follows a prompt. Special tokens are nothing in the text, unless `special`.
+    /// Makes a stream for ids that follow `prompt`. Special tokens are omitted from the text unless `special`.
     pub fn new(prompt: &[u32], special: bool) -> Self {
         let window = prompt[prompt.len().saturating_sub(CONTEXT)..].to_vec();
         Self { given: window.len(), window, shown: String::new(), special }
     }
 
-    /// The text that is whole with this id; often none, where a character has more bytes to come.
+    /// Adds an id and returns the text that is now complete. It is empty while a character is incomplete.
     ///
     /// # Errors
     /// [`Error::Decode`].
@@ -60,7 +60,7 @@ impl Stream {
         Ok(piece)
     }
 
-    /// What is left when no ids follow: a character that stays cut is U+FFFD.
+    /// Returns the rest of the text at the end; an incomplete character is U+FFFD.
     ///
     /// # Errors
     /// [`Error::Decode`].
@@ -69,7 +69,7 @@ impl Stream {
         Ok(added(&self.shown, &pending).to_owned())
     }
 
-    /// The text of pending ids.
+    /// Decodes the pending ids.
     fn pending(&self, tokenizer: &Tokenizer) -> Result<String, Error> {
         let decode = |ids: &[u32]| tokenizer.decode(ids, self.special);
         let (given, pending) = self.window.split_at(self.given);
@@ -78,14 +78,14 @@ impl Stream {
         if let Some(rest) = rest.filter(|rest| !rest.contains(NO_TEXT)) {
             return Ok(rest.to_owned());
         }
-        // A prompt that ends within a character, which is whole now.
+        // The prompt ended within a character, which is complete now.
         if rest.is_none()
             && given.ends_with(NO_TEXT)
             && let Some(rest) = text.strip_prefix(given.trim_end_matches(NO_TEXT))
         {
             return Ok(rest.to_owned());
         }
-        // Some tokenizers show a run of bytes as none of its characters where one is broken.
+        // With one invalid byte, some tokenizers replace every character of a run of byte tokens.
         let alone = decode(pending)?;
         Ok(match rest {
             Some(rest) if alone.contains(NO_TEXT) => rest.to_owned(),
@@ -94,7 +94,7 @@ impl Stream {
     }
 }
 
-/// A text without what its end may become.
+/// Returns a text without the incomplete character at its end.
 fn whole(text: &str) -> &str {
     let mut whole = text;
     for _ in 0..INCOMPLETE {
@@ -103,7 +103,7 @@ fn whole(text: &str) -> &str {
     whole
 }
 
-/// What `text` has beyond what was shown; where it takes that back, from there on.
+/// Returns `text` after its common prefix with the shown text.
 fn added<'a>(shown: &str, text: &'a str) -> &'a str {
     let same = shown.chars().zip(text.chars()).take_while(|(a, b)| a == b);
     &text[same.map(|(c, _)| c.len_utf8()).sum()..]

@@ -20,15 +20,15 @@ use crate::program::checked;
 use crate::python::{self, strftime};
 use crate::special::FolderTokens;
 
-/// The template of a model that has one only, and the first choice of one that has several.
+/// Name of a model's only template, and of the default one of several.
 const DEFAULT: &str = "default";
-/// The choice of several where there are tools.
+/// Name of the template that is used with tools, if a model has several.
 const TOOL_USE: &str = "tool_use";
 
-/// Instructions of a rendering after which a template counts as endless; a long conversation takes a thousandth.
+/// Instruction limit of a rendering, after which a template counts as endless; a long conversation takes a thousandth.
 const FUEL: u64 = 30_000_000;
 
-/// The tokens that a folder names.
+/// Special tokens that a folder names.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct SpecialTokens {
     #[serde(rename = "bos_token", skip_serializing_if = "Option::is_none")]
@@ -39,12 +39,12 @@ pub struct SpecialTokens {
     pub pad: Option<String>,
     #[serde(rename = "unk_token", skip_serializing_if = "Option::is_none")]
     pub unk: Option<String>,
-    /// Others by their names, such as `image_token`.
+    /// Other tokens by name, such as `image_token`.
     #[serde(flatten)]
     pub more: BTreeMap<String, String>,
 }
 
-/// The chat templates of a model, and the tokens that they name.
+/// Chat templates of a model, and the special tokens that they use.
 #[derive(Debug)]
 pub struct ChatTemplate {
     templates: Environment<'static>,
@@ -54,34 +54,35 @@ pub struct ChatTemplate {
     special: SpecialTokens,
 }
 
-/// One message of a conversation that is text alone.
+/// A message of a text-only conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// Such as `system`, `user`, `assistant`.
+    /// Role, such as `system`, `user`, `assistant`.
     pub role: String,
     pub content: String,
 }
 
-/// What a template makes a prompt of.
+/// Inputs of a chat template.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Prompt {
-    /// A list of objects, such as [`Message`] becomes; what else they may have is the template's.
+    /// List of objects like [`Message`]; templates may use further fields.
     pub messages: Value,
     /// Functions that the model may call, as JSON schemas.
     pub tools: Option<Value>,
-    /// Texts to answer from.
+    /// Documents to answer from.
     pub documents: Option<Value>,
-    /// The prompt ends with the beginning of an answer.
+    /// True if the prompt ends with the start of an answer.
     pub add_generation_prompt: bool,
-    /// Which of several templates; without it that for tools where there are some, else the default one.
+    /// Name of the template, if there are several. By default `tool_use` if tools are given and it exists, else
+    /// `default`.
     pub template: Option<String>,
-    /// Variables that this template asks for.
+    /// Further variables of this template.
     pub more: Map<String, Value>,
-    /// What `strftime_now` tells; without it the time, in UTC.
+    /// Time for `strftime_now`; by default the current time in UTC.
     pub now: Option<OffsetDateTime>,
 }
 
-/// A file that holds one template, or several by name.
+/// Contents of a template file: one template, or several by name.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Templates {
@@ -100,16 +101,16 @@ struct Config {
     chat_template: Option<Templates>,
 }
 
-/// What a template raised itself.
+/// Marks an error that the template itself raised.
 #[derive(Debug)]
 struct Raised;
 
 impl ChatTemplate {
-    /// Reads the templates of a folder: of `chat_template.jinja`, or else of `chat_template.json`, or else of
-    /// `tokenizer_config.json`. None where no file has one.
+    /// Reads the templates of a folder from `chat_template.jinja`, else `chat_template.json`, else
+    /// `tokenizer_config.json`. `None` if no file has one.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Config`]; [`Error::Template`] for one that cannot be parsed.
+    /// [`Error::Read`], [`Error::Config`]; [`Error::Template`] for a template that cannot be parsed.
     pub fn open(folder: impl AsRef<Path>) -> Result<Option<Self>, Error> {
         let folder = folder.as_ref();
         let config: Config = json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
@@ -126,7 +127,7 @@ impl ChatTemplate {
         }
     }
 
-    /// One template by itself.
+    /// Parses a single template.
     ///
     /// # Errors
     /// [`Error::Template`].
@@ -139,7 +140,7 @@ impl ChatTemplate {
         let mut names = Vec::new();
         let mut longest = 0;
         for Named { name, template } in named {
-            // Jinja ends all lines alike.
+            // jinja2 also converts all line ends to `\n`.
             let source = template.replace("\r\n", "\n").replace('\r', "\n");
             longest = longest.max(source.len());
             let added = on_stack(source.len(), || {
@@ -152,30 +153,30 @@ impl ChatTemplate {
         Ok(Self { templates, names, longest, special })
     }
 
-    /// The tokens that the folder names.
+    /// Returns the special tokens.
     pub fn special(&self) -> &SpecialTokens {
         &self.special
     }
 
-    /// The templates there are.
+    /// Returns the names of the templates.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// The prompt, to be encoded without special tokens.
+    /// Renders the prompt; encode it without special tokens.
     ///
     /// # Errors
-    /// [`Error::NoTemplate`]; [`Error::Refused`] with what the template says; [`Error::Render`] for a template
-    /// that meets what it cannot work with.
+    /// [`Error::NoTemplate`]; [`Error::Refused`] with the template's own message; [`Error::Render`] for any
+    /// other failure.
     pub fn render(&self, prompt: &Prompt) -> Result<String, Error> {
         self.rendered(prompt, prompt.now.unwrap_or_else(OffsetDateTime::now_utc), None)
     }
 
-    /// The prompt, with the ranges that the template marks as written by an assistant: those between
+    /// Renders the prompt with the ranges that the template marks as written by an assistant, with
     /// `{% generation %}` and `{% endgeneration %}`.
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`]; [`Error::Render`] where a filter changes a block, or a loop breaks within one.
+    /// Errors of [`ChatTemplate::render`]; [`Error::Render`] if a filter changes a block, or a loop breaks within one.
     pub fn render_marked(&self, prompt: &Prompt) -> Result<Marked, Error> {
         let now = prompt.now.unwrap_or_else(OffsetDateTime::now_utc);
         let nonce = nonce();
@@ -187,7 +188,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Renders a prompt. With a nonce, each edge of a generation block is in it.
+    /// Renders a prompt; with a nonce, edges of generation blocks are included.
     fn rendered(
         &self,
         prompt: &Prompt,
@@ -239,7 +240,7 @@ impl ChatTemplate {
 }
 
 impl SpecialTokens {
-    /// Reads the tokens that a folder's files name; none where it has no such file.
+    /// Reads the special tokens that a folder's files name; empty without such files.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Config`].
@@ -254,7 +255,7 @@ impl SpecialTokens {
 }
 
 impl Prompt {
-    /// A prompt of messages, to be answered.
+    /// Makes a prompt of messages that ends with the start of an answer.
     pub fn of(messages: &[Message]) -> Self {
         let object = |Message { role, content }: &Message| serde_json::json!({ "role": role, "content": content });
         let messages = messages.iter().map(object).collect();
@@ -285,7 +286,7 @@ impl fmt::Display for Raised {
 
 impl std::error::Error for Raised {}
 
-/// Jinja as transformers sets it up.
+/// Sets up Jinja as in transformers.
 fn environment() -> Environment<'static> {
     let mut templates = Environment::new();
     templates.set_syntax(syntax());
@@ -309,7 +310,7 @@ fn syntax() -> SyntaxConfig {
     syntax.expect("usual delimiters do not clash")
 }
 
-/// What went wrong, and in which line.
+/// Formats an error with its detail and line.
 fn told(why: &minijinja::Error) -> String {
     let line = why.line().map(|line| format!(", in line {line}")).unwrap_or_default();
     let detail = why.detail().map(|detail| format!(": {detail}")).unwrap_or_default();

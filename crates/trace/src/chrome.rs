@@ -1,7 +1,7 @@
-//! The Chrome trace format, which Perfetto and chrome://tracing open.
+//! Writes the Chrome trace format, for Perfetto and chrome://tracing.
 //!
 //! Source: "Trace Event Format" (Google, 2016): complete events `X`, counters `C`, metadata `M`; times in
-//! microseconds. Categories are those of PyTorch's profiler.
+//! microseconds. The categories are those of PyTorch's profiler.
 
 use serde_json::{Value, json};
 
@@ -10,13 +10,13 @@ use crate::{Clock, Launch, Trace};
 #[cfg(test)]
 mod format;
 
-/// The host, and the device. Perfetto takes process 0 and thread 0 for an idle kernel's, and has shown threads 0 and 1
-/// as one (google/perfetto issue 394, thoren-d/tracing-chrome issue 32): both are counted from 1.
+/// Process numbers of the host and the device. Processes and threads count from 1: Perfetto reserves 0 for the idle
+/// process, and has merged threads 0 and 1 (google/perfetto issue 394, thoren-d/tracing-chrome issue 32).
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
 
 impl Trace {
-    /// The trace as JSON: spans by thread, launches on the device's rows, memory as counters.
+    /// Formats the trace as JSON: spans by thread, launches on rows of the device, memory as counters.
     pub fn chrome(&self, device: &str) -> String {
         let mut events =
             vec![named("process_name", HOST, 1, "host"), named("process_name", DEVICE, 1, device)];
@@ -46,7 +46,7 @@ impl Trace {
                 Clock::Device => "device",
                 Clock::Host => "host",
             };
-            // From the outermost span inwards.
+            // Outermost span first.
             let mut spans: Vec<&str> =
                 self.outwards(launch.span).map(|at| self.spans[at].name.as_str()).collect();
             spans.reverse();
@@ -63,15 +63,15 @@ impl Trace {
     }
 }
 
-/// The row of each launch: the first that is free. Viewers drop what crosses another event of its row, and launches of
-/// several queues do, as do times by the host's clock.
+/// Assigns each launch to the first free row. Viewers drop an event that overlaps another on its row. Launches of
+/// several queues overlap, and so do times from the host's clock.
 fn rows(launches: &[Launch]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..launches.len()).collect();
     order.sort_by_key(|at| launches[*at].begin_ns);
     let (mut rows, mut ends) = (vec![0; launches.len()], Vec::new());
     for at in order {
         let Launch { begin_ns, end_ns, .. } = launches[at];
-        // A viewer may cut fractions of a microsecond off: what meets could cross.
+        // A viewer may truncate to whole microseconds, so adjacent launches could overlap.
         let row = ends.iter().position(|end| *end < begin_ns).unwrap_or(ends.len());
         ends.resize(ends.len().max(row + 1), 0);
         (rows[at], ends[row]) = (row, end_ns);
@@ -116,7 +116,7 @@ mod tests {
         Launch { kernel: kernel.to_owned(), span, begin_ns, end_ns, clock: Clock::Device }
     }
 
-    /// Two threads, and three launches of which two cross, the last one read first.
+    /// Two threads and three launches. Two launches overlap, and the last one is listed first.
     fn trace() -> Trace {
         let cost = Some(Cost { flops: 8, bytes: 6 });
         Trace {
@@ -165,7 +165,7 @@ mod tests {
         };
         assert_eq!(names((1, 1)), ["layer \"0\"", "matmul"], "the outer one first");
         assert_eq!(names((1, 2)), ["layer 1"]);
-        // It begins when the first ends, and another crosses it.
+        // `add_parts` begins when `product` ends and overlaps `late`.
         assert_eq!((names((2, 1)), names((2, 2))), (vec!["product", "late"], vec!["add_parts"]));
         assert_eq!(rows.len(), 4);
         assert!(format::rows(&Trace::default().chrome("card")).expect("no event").is_empty());

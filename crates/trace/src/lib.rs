@@ -1,17 +1,17 @@
-//! What ran, when and for whom, while somebody records.
+//! Profiler: records spans of the host, launches on the device and memory.
 //!
 //! ```text
 //! Recording ── start ──> spans of the host      [generate [prompt [layer 0 [matmul]] ..]]
-//!                        launches on the device  each in the innermost span of the thread that issued it
-//!                        readings of memory
+//!                        launches on the device  each in the innermost span of its host thread
+//!                        memory readings
 //!           ── finish ─> Trace ─> totals per operator and per layer, a Chrome trace
 //! ```
 //!
-//! Spans nest by thread: an operator's says what it is for, so that its launches, also those of a library beneath
-//! it, are counted there. A span costs one load of a flag while nobody records.
+//! Spans nest by thread. All launches within an operator's span count for that operator, including launches of a
+//! library that it calls. While nothing records, a span costs one load of a flag.
 //!
-//! Launches are timed by two events each that nothing waits for, on the device's own clock where it has one, and read
-//! when recording ends. What is replayed from a graph is launched by no one: whoever captures asks [`timed`] first.
+//! Two events per launch take the time, on the device's own clock if it has one. Nothing waits for them; they are read
+//! when the recording ends. Replays of a graph issue no launches, so check [`timed`] before you capture one.
 
 mod chrome;
 mod record;
@@ -23,47 +23,47 @@ pub use record::{
 pub use totals::{ELSEWHERE, Layer, Operator};
 use tune::Cost;
 
-/// What a recording saw. Times are nanoseconds since it began.
+/// The result of a recording. Times are nanoseconds since its start.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Trace {
     pub spans: Vec<Span>,
     pub launches: Vec<Launch>,
     pub memory: Vec<Memory>,
-    /// Launches whose time the device did not tell.
+    /// Number of launches without a time from the device.
     pub untimed: usize,
 }
 
-/// Something that a thread of the host did.
+/// A named interval on a host thread.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
     pub name: String,
-    /// The span around it, of [`Trace::spans`].
+    /// Index of the enclosing span in [`Trace::spans`].
     pub parent: Option<usize>,
-    /// Threads are counted as they come up.
+    /// Thread number from 0, in order of first appearance.
     pub thread: usize,
     pub begin_ns: u64,
     pub end_ns: u64,
-    /// The least work of it, of an operator.
+    /// Minimum work, for an operator.
     pub cost: Option<Cost>,
 }
 
-/// A kernel that ran.
+/// A kernel launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// The kernel's function.
+    /// Name of the kernel's function.
     pub kernel: String,
-    /// The innermost span that issued it.
+    /// Index of the innermost span that issued it.
     pub span: Option<usize>,
     pub begin_ns: u64,
     pub end_ns: u64,
     pub clock: Clock,
 }
 
-/// Whose clock a launch was timed by.
+/// The clock that timed a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clock {
     Device,
-    /// The host's, around submission and completion.
+    /// The host's clock, from submission to completion.
     Host,
 }
 
@@ -71,21 +71,21 @@ pub enum Clock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
     pub at_ns: u64,
-    /// Bytes of what is alive.
+    /// Bytes of live allocations.
     pub used: u64,
-    /// Bytes that the pools hold.
+    /// Bytes that the pools have reserved.
     pub reserved: u64,
 }
 
 impl Launch {
-    /// How long it ran.
+    /// Returns the run time in nanoseconds.
     pub const fn ns(&self) -> u64 {
         self.end_ns.saturating_sub(self.begin_ns)
     }
 }
 
 impl Trace {
-    /// The spans from `span` outwards.
+    /// Returns `span` and its enclosing spans, innermost first.
     pub fn outwards(&self, span: Option<usize>) -> impl Iterator<Item = usize> + '_ {
         std::iter::successors(span, |at| self.spans[*at].parent)
     }

@@ -1,4 +1,4 @@
-//! Recording.
+//! Records spans, launches and memory.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -16,37 +16,37 @@ use tune::timing::Stopwatch;
 
 use crate::{Clock, Launch, Memory, Span, Trace};
 
-/// Whether somebody records; what a span asks first.
+/// True while a recording runs; every span checks it first.
 static RECORDING: AtomicBool = AtomicBool::new(false);
 static RECORDER: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
 
 thread_local! {
-    /// The spans of this thread that are open, outermost first, each with the recorder that it belongs to.
+    /// Open spans of this thread, outermost first, each with the id of its recorder.
     static OPEN: RefCell<Vec<(u64, usize)>> = const { RefCell::new(Vec::new()) };
-    /// Whether this thread is at what a brief recording sees for the first time.
+    /// True while this thread holds an active [`First`] guard of a brief recording.
     static FIRST: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Of a guard whose thread keeps something for it: it is not sent to another.
+/// Marks a guard as not `Send`, because its thread holds state for it.
 type OfThread = PhantomData<*const ()>;
 
-/// What is recorded from its start to [`Recording::finish`], on all devices of the process.
+/// A running recording on all devices of the process, until [`Recording::finish`].
 #[must_use = "a recording that is dropped is lost"]
 pub struct Recording {
     recorder: Arc<Recorder>,
     observation: Option<LaunchObservation>,
 }
 
-/// The process has one recording at a time.
+/// Another recording runs; a process has one at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("something records already\nhint: finish that recording first")]
 pub struct AlreadyRecording;
 
 struct Recorder {
     id: u64,
-    /// Whose spans and launches count; everybody's when none.
+    /// Thread to record; `None` records all threads.
     only: Option<ThreadId>,
-    /// Kinds of passes that were seen, launch by launch, where one of each kind is enough.
+    /// State of a brief recording, which times one forward pass of each kind.
     once: Option<Mutex<Once>>,
     clock: Stopwatch,
     events: Mutex<Events>,
@@ -55,9 +55,9 @@ struct Recorder {
 #[derive(Default)]
 struct Once {
     seen: BTreeSet<String>,
-    /// The recording is over.
+    /// True when the recording has ended.
     closed: bool,
-    /// Of what is seen now.
+    /// Observation of the pass that is being timed.
     observation: Option<LaunchObservation>,
 }
 
@@ -68,7 +68,7 @@ struct Events {
     threads: Vec<ThreadId>,
 }
 
-/// A launch whose time was not read.
+/// A launch with a time that was not read yet.
 struct Pending {
     kernel: &'static str,
     span: Option<usize>,
@@ -77,7 +77,7 @@ struct Pending {
 
 enum Time {
     Ahead(ProfileDuration),
-    /// Told at once, when it had ended.
+    /// A time that was reported when the launch ended.
     Told {
         end_ns: u64,
         duration: Duration,
@@ -86,7 +86,7 @@ enum Time {
 }
 
 impl Recording {
-    /// Of all threads, every launch.
+    /// Starts to record all threads with every launch.
     ///
     /// # Errors
     /// [`AlreadyRecording`].
@@ -94,8 +94,8 @@ impl Recording {
         Self::of(None, None)
     }
 
-    /// Of all threads: every span, and the launches of one pass of each kind, as [`first`] tells them. Timing a launch
-    /// costs more than a short one takes.
+    /// Starts to record all threads, with every span but launches of only one forward pass of each kind (see
+    /// [`first`]): timing a short launch costs more than the launch itself.
     ///
     /// # Errors
     /// [`AlreadyRecording`].
@@ -103,7 +103,7 @@ impl Recording {
         Self::of(None, Some(Mutex::default()))
     }
 
-    /// Of what this thread does, whatever others do beside it.
+    /// Starts to record only the calling thread.
     ///
     /// # Errors
     /// [`AlreadyRecording`].
@@ -131,7 +131,7 @@ impl Recording {
         Ok(Self { recorder, observation })
     }
 
-    /// Waits for what was launched, and gives what was seen. Spans that are still open end here.
+    /// Waits for all launches and returns the trace. Open spans end now.
     pub fn finish(mut self) -> Trace {
         self.stop();
         let Events { mut trace, pending, .. } = std::mem::take(&mut *self.recorder.events());
@@ -149,7 +149,7 @@ impl Recording {
     }
 
     fn stop(&mut self) {
-        // Before the slot is free for another.
+        // Must end before another recording can take the slot.
         self.observation = None;
         if let Some(once) = &self.recorder.once {
             let mut once = locked(once);
@@ -169,7 +169,7 @@ impl Drop for Recording {
     }
 }
 
-/// The end of a span that has none yet.
+/// End time of an open span.
 const OPEN_END: u64 = u64::MAX;
 
 impl Recorder {
@@ -181,20 +181,20 @@ impl Recorder {
         nanoseconds(self.clock.elapsed())
     }
 
-    /// The innermost span of this thread that is this recorder's.
+    /// Returns the innermost open span of this thread that belongs to this recorder.
     fn innermost(&self) -> Option<usize> {
         OPEN.with_borrow(|open| {
             open.iter().rev().find(|(id, _)| *id == self.id).map(|(_, span)| *span)
         })
     }
 
-    /// Whether this thread counts.
+    /// Returns true if this thread is recorded.
     fn counts(&self) -> bool {
         self.only.is_none_or(|only| only == thread::current().id())
     }
 
     fn push(&self, kernel: &'static str, time: Time) {
-        // A brief recording is of the thread that is at something for the first time.
+        // A brief recording keeps only launches of the thread with an active `First` guard.
         if self.counts() && (self.once.is_none() || FIRST.get()) {
             let span = self.innermost();
             self.events().pending.push(Pending { kernel, span, time });
@@ -217,7 +217,7 @@ impl Recorder {
 }
 
 impl LaunchObserver for Recorder {
-    // A launch is known by its time, which comes right after it.
+    // `profiled` or `timed` follows for each launch and records it.
     fn launched(&self, _kernel: &'static str) {}
 
     fn timing(&self) -> TimingRequest {
@@ -233,18 +233,18 @@ impl LaunchObserver for Recorder {
     }
 }
 
-/// Whether somebody records.
+/// Returns true while a recording runs.
 fn recording() -> bool {
     RECORDING.load(Ordering::Relaxed)
 }
 
-/// Whether launches of this thread are timed now.
+/// Returns true if launches of this thread are currently timed.
 pub fn timed() -> bool {
     recorder().is_some_and(|recorder| recorder.once.is_none() || FIRST.get())
 }
 
-/// Lets a [brief](Recording::brief) recording time what this thread launches until the guard is dropped, if it has not
-/// seen its kind before. One thread is seen at a time.
+/// Lets a [brief](Recording::brief) recording time this thread's launches until the guard is dropped, if `kind` is new
+/// to it. It times one thread at a time.
 pub fn first<N: Into<String>>(kind: impl FnOnce() -> N) -> First {
     let Some(recorder) = recorder() else { return First(None, PhantomData) };
     let Some(once) = &recorder.once else { return First(None, PhantomData) };
@@ -258,7 +258,7 @@ pub fn first<N: Into<String>>(kind: impl FnOnce() -> N) -> First {
     First(Some(recorder), PhantomData)
 }
 
-/// Ends what [`first`] began, on the same thread.
+/// Guard of [`first`]; ends the timing when dropped.
 #[must_use = "launches are timed until it is dropped"]
 pub struct First(Option<Arc<Recorder>>, OfThread);
 
@@ -277,12 +277,12 @@ impl fmt::Debug for First {
     }
 }
 
-/// A span until the guard is dropped, on this thread; nothing while nobody records.
+/// Begins a span on this thread, until the guard is dropped. Does nothing while nothing records.
 pub fn span<N: Into<String>>(name: impl FnOnce() -> N) -> SpanGuard {
     begin(name, || None)
 }
 
-/// The span of an operator, with the least work that it is.
+/// Begins the span of an operator with its minimum work.
 pub fn operator<N: Into<String>>(
     name: impl FnOnce() -> N,
     cost: impl FnOnce() -> Cost,
@@ -290,7 +290,7 @@ pub fn operator<N: Into<String>>(
     begin(name, || Some(cost()))
 }
 
-/// Notes bytes of what is alive on a device, and of what its pools hold, while somebody records.
+/// Records memory while a recording runs; `read` returns the bytes of live allocations and the bytes of the pools.
 pub fn memory(read: impl FnOnce() -> (u64, u64)) {
     if let Some(recorder) = recorder() {
         let (used, reserved) = read();
@@ -299,7 +299,7 @@ pub fn memory(read: impl FnOnce() -> (u64, u64)) {
     }
 }
 
-/// Ends a span, on the thread that began it.
+/// Guard of a span; ends it when dropped, on the same thread.
 ///
 /// ```compile_fail
 /// let guard = trace::span(|| "here");
@@ -313,7 +313,7 @@ impl Drop for SpanGuard {
         let Some((recorder, span)) = &self.0 else { return };
         OPEN.with_borrow_mut(|open| open.retain(|own| *own != (recorder.id, *span)));
         let now = recorder.now();
-        // What was recorded may have been taken by now.
+        // `finish` may have taken the spans already.
         if let Some(span) = recorder.events().trace.spans.get_mut(*span) {
             span.end_ns = now;
         }
@@ -361,7 +361,7 @@ fn recorder() -> Option<Arc<Recorder>> {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic elsewhere leaves lists that are whole.
+    // A panic elsewhere leaves the data consistent.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -376,8 +376,8 @@ const fn clock_of(method: TimingMethod) -> Clock {
     }
 }
 
-/// `turn_heads` of `kernels::rope::turn_heads::TurnHeads<..>`: CubeCL names the module of a kernel's struct after its
-/// function.
+/// Returns `turn_heads` for `kernels::rope::turn_heads::TurnHeads<..>`: CubeCL names the module of a kernel's struct
+/// after its function.
 fn function_of(kernel: &str) -> String {
     let path = kernel.split_once('<').map_or(kernel, |(path, _)| path);
     let mut parts = path.rsplit("::");
@@ -419,7 +419,7 @@ mod tests {
         assert!(trace.spans[0].end_ns >= trace.spans[2].end_ns, "it was open to the end");
         let [read] = trace.memory[..] else { panic!("{:?}", trace.memory) };
         assert_eq!((read.used, read.reserved), (5, 7));
-        // Of each kind a brief one times the first, and no other thread is timed meanwhile.
+        // A brief recording times the first pass of each kind, and only one thread at a time.
         let brief = Recording::brief().expect("the first is over");
         assert!(!timed());
         {
@@ -440,7 +440,7 @@ mod tests {
         drop(brief);
         assert!(!timed());
         drop(prompt);
-        // What is left of one recording is no parent in another, and others need not count.
+        // Open spans of an earlier recording are not parents in a later one, and other threads may be excluded.
         let again = Recording::of_this_thread().expect("the others are over");
         let _late = span(|| "late");
         thread::spawn(|| drop(span(|| "elsewhere"))).join().expect("it runs");

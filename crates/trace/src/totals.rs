@@ -1,4 +1,4 @@
-//! Sums over a trace.
+//! Totals of a trace, per operator and per layer.
 
 use std::collections::BTreeMap;
 
@@ -9,25 +9,25 @@ use crate::Trace;
 /// All calls of one operator.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Operator {
-    /// Its span's name; of a launch outside of operators the kernel's.
+    /// Name of its span; for a launch outside of operators, the name of the kernel.
     pub name: String,
     pub calls: usize,
-    /// Kernels that it launched, all calls together.
+    /// Number of kernel launches in all calls.
     pub launches: usize,
-    /// Nanoseconds that these ran.
+    /// Run time of these launches in nanoseconds.
     pub total_ns: u64,
-    /// Of all that ran.
+    /// Share of the run time of all launches.
     pub share: f64,
-    /// The least work of all calls; none of what is not ours.
+    /// Minimum work of all calls; `None` for kernels outside of operators.
     pub flops: Option<u64>,
     pub bytes: Option<u64>,
 }
 
-/// All that ran for one part of a model.
+/// All launches of one part of a model.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Layer {
     pub name: String,
-    /// How often it was passed.
+    /// Number of passes through the part.
     pub passes: usize,
     pub launches: usize,
     pub total_ns: u64,
@@ -39,17 +39,18 @@ impl Operator {
         self.total_ns as f64 / self.calls as f64
     }
 
-    /// Operations a nanosecond.
+    /// Returns operations per nanosecond.
     pub fn gflops(&self) -> Option<f64> {
         self.flops.map(|flops| flops as f64 / self.total_ns as f64)
     }
 
-    /// Bytes a nanosecond.
+    /// Returns bytes per nanosecond.
     pub fn gbps(&self) -> Option<f64> {
         self.bytes.map(|bytes| bytes as f64 / self.total_ns as f64)
     }
 
-    /// The time that its work takes at these rates, operations and bytes a nanosecond, over the time that it took.
+    /// Returns the time of the minimum work at these rates (operations and bytes per nanosecond), divided by the
+    /// measured time.
     pub fn share_of_ceiling(&self, gflops: Option<f64>, gbps: f64) -> Option<f64> {
         let compute = match (self.flops?, gflops) {
             (0, _) => 0.0,
@@ -61,7 +62,7 @@ impl Operator {
     }
 }
 
-/// What [`Trace::layers`] calls what ran in no part.
+/// Name in [`Trace::layers`] for launches outside of all parts.
 pub const ELSEWHERE: &str = "elsewhere";
 
 #[derive(Default)]
@@ -72,12 +73,12 @@ struct Sum {
 }
 
 impl Trace {
-    /// Nanoseconds that kernels ran.
+    /// Returns the total run time of all kernels in nanoseconds.
     pub fn busy_ns(&self) -> u64 {
         self.launches.iter().map(crate::Launch::ns).sum()
     }
 
-    /// What ran, by operator, the longest first.
+    /// Sums the launches by operator, longest total first.
     pub fn operators(&self) -> Vec<Operator> {
         let mut sums: BTreeMap<&str, Sum> = BTreeMap::new();
         for launch in &self.launches {
@@ -111,8 +112,8 @@ impl Trace {
         operators
     }
 
-    /// What ran, by the outermost spans that `part` is true of, in the order in which they came up; last, with no pass,
-    /// what ran in none, where something did.
+    /// Sums the launches by the outermost span for which `part` returns true, in order of first appearance. Launches
+    /// outside of all parts come last as [`ELSEWHERE`], with zero passes.
     pub fn layers(&self, part: impl Fn(&str) -> bool) -> Vec<Layer> {
         let mut order = Vec::new();
         let mut sums: BTreeMap<&str, Sum> = BTreeMap::new();
@@ -163,7 +164,7 @@ mod tests {
         Launch { kernel, span, begin_ns: 10, end_ns: 10 + ns, clock: Clock::Device }
     }
 
-    /// Two layers, the first passed twice, with products, and something of a library's in between.
+    /// Two layers with matmuls, the first with two passes, and launches of a library in between.
     fn trace() -> Trace {
         Trace {
             spans: vec![
@@ -207,7 +208,7 @@ mod tests {
             (product.gflops(), product.gbps(), product.mean_ns()),
             (Some(10.0), Some(1.0), 20.0)
         );
-        // 400 operations at 20 take 20 of the 40; 60 bytes at 20 take 3 of the 6.
+        // 400 operations at 20 per ns take 20 of 40 ns; 60 bytes at 20 per ns take 3 of 6 ns.
         assert_eq!(product.share_of_ceiling(Some(20.0), 20.0), Some(0.5));
         assert_eq!(norm.share_of_ceiling(Some(20.0), 20.0), Some(0.5));
         assert_eq!(copy.share_of_ceiling(Some(20.0), 20.0), None);

@@ -1,10 +1,11 @@
-//! TuneCache: what was measured, as text.
+//! [`TuneCache`]: tuning results in a text file.
 //!
-//! One entry per line, sorted by key, so that two files merge and a diff reads well. A line that
-//! does not parse, or of another format, is reported and ignored; the others still count; a file in
-//! which no line even begins as a result does is refused. Writing takes a lock file, reads again what
-//! another process wrote meanwhile, and replaces the file, behind all links, by rename: a crash in the
-//! middle leaves the old file.
+//! Each line holds one entry, sorted by key, so that files merge and diffs are readable. A line that
+//! does not parse, or has another format number, is reported and ignored; the others still count. A
+//! file without a single line that starts like a result is refused.
+//!
+//! A write takes a lock file, merges entries that another process wrote meanwhile, and replaces the
+//! file by rename, with symbolic links resolved. A crash in the middle leaves the old file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -20,17 +21,17 @@ use time::{Duration, OffsetDateTime};
 
 use crate::{Kernel, config_of};
 
-/// Bumped when a field of [`Entry`] changes meaning.
+/// Format number, incremented when a field of [`Entry`] changes meaning.
 const FORMAT: u32 = 1;
 
-/// Largest cache file that is read; all results of one card take about a megabyte.
+/// Largest accepted cache file in bytes; all results of one card take about a megabyte.
 const MOST_BYTES: u64 = 64 << 20;
 
-/// Results that ship with the program: those of `benches/baselines`, without times.
+/// Results shipped with the program: those of `benches/baselines`, without times.
 const RECORDED: &str = include_str!(concat!(env!("OUT_DIR"), "/recorded.jsonl"));
 
-/// The file that holds this user's results: `FLASHOVER_TUNE_CACHE`, unless it is empty, else
-/// `flashover/tune.jsonl` in the cache folder; none on a machine that has neither.
+/// Returns the path of the user's results: `FLASHOVER_TUNE_CACHE` if set and not empty, else
+/// `flashover/tune.jsonl` in the cache folder. `None` if the machine has no cache folder either.
 pub fn default_cache_path() -> Option<PathBuf> {
     match std::env::var_os("FLASHOVER_TUNE_CACHE").filter(|path| !path.is_empty()) {
         Some(path) => Some(path.into()),
@@ -38,7 +39,7 @@ pub fn default_cache_path() -> Option<PathBuf> {
     }
 }
 
-/// What a result is valid for.
+/// Key of a result: kernel, version, architecture and bucket.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Key {
     pub kernel: String,
@@ -48,7 +49,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key of `problem` on `arch_id`.
+    /// Returns the key of `problem` on `arch_id`.
     pub fn of<K: Kernel>(arch_id: &ArchId, problem: &K::Problem) -> Self {
         Self {
             kernel: K::NAME.to_owned(),
@@ -65,7 +66,7 @@ impl fmt::Display for Key {
     }
 }
 
-/// One candidate's outcome: a time, or why it has none.
+/// Outcome of one candidate: a time or an error.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     pub config: Value,
@@ -81,13 +82,13 @@ pub struct Entry {
     pub format: u32,
     #[serde(flatten)]
     pub key: Key,
-    /// The problem that was measured; others of its bucket share the result.
+    /// The measured problem; others in its bucket share the result.
     pub problem: Value,
     pub config: Value,
-    /// Time of the config. Shipped results leave times to `benches/baselines`.
+    /// Median nanoseconds of the config. Shipped results have none: times stay in `benches/baselines`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub median_ns: Option<f64>,
-    /// Every candidate, in the order tried.
+    /// Outcomes of all candidates, in the order of measuring.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timings: Vec<Measured>,
     pub commit: String,
@@ -106,7 +107,7 @@ pub enum Source {
     Tuned,
     /// Shipped with the program for this architecture.
     Recorded,
-    /// Measured on a card of the same family, see [`ArchId::families`].
+    /// Measured on another card of the same family, see [`ArchId::families`].
     Inherited(ArchId),
     /// First candidate, unmeasured.
     Default,
@@ -123,12 +124,12 @@ impl fmt::Display for Source {
     }
 }
 
-/// A line that was ignored.
+/// An ignored result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
-    /// File, or the key of a result whose config does not fit.
+    /// Name of the file, or the key if the result's config does not fit.
     pub origin: String,
-    /// From 1; 0 for a key.
+    /// Line number from 1; 0 if `origin` is a key.
     pub line: usize,
     pub why: String,
 }
@@ -153,16 +154,16 @@ pub struct CacheError {
     pub why: io::Error,
 }
 
-/// What came of a text of results.
+/// Outcome of a merge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Merged {
-    /// Keys that it has a result of.
+    /// Number of keys with a result in the merged text.
     pub results: usize,
-    /// Those whose result was not older than what was known.
+    /// Number of those whose result was not older than the one in the cache.
     pub taken: usize,
 }
 
-/// Recorded and measured results.
+/// A cache of shipped and measured results.
 #[derive(Debug, Clone, Default)]
 pub struct TuneCache {
     recorded: BTreeMap<Key, Entry>,
@@ -172,18 +173,18 @@ pub struct TuneCache {
 }
 
 impl TuneCache {
-    /// The results that ship with the program, and nothing kept on disk.
+    /// Returns the shipped results, without a file on disk.
     pub fn shipped() -> Self {
         let mut cache = Self::default();
         (cache.recorded, cache.warnings) = parse(RECORDED.as_bytes(), "recorded");
         cache
     }
 
-    /// The shipped results and those of the file at `path`, which need not exist yet.
+    /// Opens the shipped results and those of the file at `path`, which need not exist yet.
     ///
     /// # Errors
-    /// A file that exists and cannot be read, or is no cache. Damaged lines are no error: see
-    /// [`TuneCache::warnings`].
+    /// The file exists but cannot be read, is too large, or is not a cache. Damaged lines are no error:
+    /// see [`TuneCache::warnings`].
     pub fn open(path: &Path) -> Result<Self, CacheError> {
         let mut cache = Self { path: Some(path.to_owned()), ..Self::shipped() };
         let (entries, warnings) = parse(&bytes_of(path)?, &path.display().to_string());
@@ -192,19 +193,19 @@ impl TuneCache {
         Ok(cache)
     }
 
-    /// Lines that were ignored while reading.
+    /// Returns the ignored lines, and results whose config did not fit.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
     }
 
-    /// The result for `key`: one measured by this user, or else a shipped one.
+    /// Returns the result for `key`: the user's own, else the shipped one.
     pub fn get(&self, key: &Key) -> Option<(&Entry, Source)> {
         let measured = self.measured.get(key).map(|e| (e, Source::Tuned));
         measured.or_else(|| self.recorded.get(key).map(|e| (e, Source::Recorded)))
     }
 
-    /// Results for the problem of `key` on other cards of its families, the nearest first: its own family before older
-    /// ones, whole cards before restricted ones.
+    /// Returns results for the problem of `key` on other cards of its families, nearest first: its own family before
+    /// older ones, whole cards before restricted ones.
     fn relatives(&self, key: &Key) -> impl Iterator<Item = &Entry> {
         let keys = self.recorded.keys().chain(self.measured.keys());
         let others: BTreeSet<_> =
@@ -222,26 +223,26 @@ impl TuneCache {
         })
     }
 
-    /// The config of the nearest relative of `arch` that can run `problem`, and that relative.
+    /// Returns the first config of a related architecture that can run `problem` on `arch`, and that architecture.
     pub fn inherited<K: Kernel>(
         &self,
         arch: &ArchProfile,
         problem: &K::Problem,
     ) -> Option<(K::Config, &ArchId)> {
         self.relatives(&Key::of::<K>(&arch.id, problem)).find_map(|entry| {
-            // A result that this version cannot read is named where its own architecture looks it up.
+            // An unreadable result is reported only when its own architecture looks it up.
             let config = config_of::<K>(&entry.config).ok()?;
             K::check(arch, problem, &config).ok()?;
             Some((config, &entry.key.arch_id))
         })
     }
 
-    /// Notes that the result for `key` is of no use, and why.
+    /// Adds a warning that the result for `key` cannot be used.
     pub(crate) fn reject(&mut self, key: &Key, why: String) {
         self.warnings.push(Warning { origin: key.to_string(), line: 0, why });
     }
 
-    /// Every result, shipped ones hidden by measured ones, in key order.
+    /// Returns all results in key order; a measured one hides the shipped one of the same key.
     pub fn entries(&self) -> impl Iterator<Item = (&Entry, Source)> {
         let mut all: BTreeMap<_, _> =
             self.recorded.iter().map(|(k, e)| (k, (e, Source::Recorded))).collect();
@@ -249,22 +250,22 @@ impl TuneCache {
         all.into_values()
     }
 
-    /// Adds a result and, when the cache has a file, writes it.
+    /// Adds a result and writes the cache file, if there is one.
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn insert(&mut self, entry: Entry) -> Result<(), CacheError> {
         let key = entry.key.clone();
         self.measured.insert(key.clone(), entry);
-        // What was measured just now counts, whatever date the file has.
+        // A result measured just now wins over any date in the file.
         self.save(Some(&key))
     }
 
-    /// Finds out whether results can be written, before time is spent on measuring them. Nothing is
-    /// changed but that the folder and the lock file are made.
+    /// Checks that results can be written, before time is spent on measuring. Creates the folder and the
+    /// lock file, nothing else.
     ///
     /// # Errors
-    /// They cannot.
+    /// The file cannot be written.
     pub fn check_writable(&self) -> Result<(), CacheError> {
         let Some(path) = &self.path else { return Ok(()) };
         let wrap = |why| CacheError { path: path.clone(), why };
@@ -275,7 +276,8 @@ impl TuneCache {
         File::create(&temporary).and_then(|_| fs::remove_file(&temporary)).map_err(wrap)
     }
 
-    /// Adds the results in `text`, of two for one key the newer, what ships among them.
+    /// Merges the results in `text`. For each key the newer result wins, also over shipped ones; at equal
+    /// dates, the one in `text`.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -294,17 +296,17 @@ impl TuneCache {
         Ok(Merged { results, taken })
     }
 
-    /// The measured results as the file holds them.
+    /// Formats the measured results as in the file.
     pub fn to_text(&self) -> String {
         render(&self.measured)
     }
 
-    /// Writes the file, after taking over what another process wrote; `own` is kept as it is here.
+    /// Writes the file after merging results that another process wrote; the result for `own` is not replaced.
     fn save(&mut self, own: Option<&Key>) -> Result<(), CacheError> {
         let Some(path) = self.path.clone() else { return Ok(()) };
         let wrap = |why| CacheError { path: path.clone(), why };
         let target = behind_links(&path).map_err(wrap)?;
-        // A device would be replaced by a file, and reading one may not end.
+        // The rename would replace a device by a file, and reading a device may never end.
         regular(&target).map_err(wrap)?;
         let _lock = lock(&target).map_err(wrap)?;
         let bytes = bytes_of(&path)?;
@@ -320,21 +322,21 @@ impl TuneCache {
     }
 }
 
-/// Refuses what is there and no file: a folder, a device, a pipe.
+/// Returns an error if `path` exists and is not a regular file: a folder, a device, a pipe.
 fn regular(path: &Path) -> io::Result<()> {
     match fs::metadata(path) {
         Ok(meta) if !meta.is_file() => {
             Err(io::Error::new(io::ErrorKind::InvalidInput, "it is there, and no regular file"))
         }
-        // What is not there, or cannot be looked at, is told of by whoever opens it.
+        // A missing or unreadable path is reported when it is opened.
         _ => Ok(()),
     }
 }
 
-/// The lock of the cache at `target`, held until it is dropped; makes the folder.
+/// Locks the cache at `target` until the file is dropped; creates the folder.
 fn lock(target: &Path) -> io::Result<File> {
     fs::create_dir_all(folder_of(target))?;
-    // Never truncated: a file of this name may be somebody's.
+    // Never truncated: a file of this name may belong to something else.
     let file = OpenOptions::new()
         .create(true)
         .truncate(false)
@@ -348,15 +350,15 @@ fn folder_of(file: &Path) -> &Path {
     file.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// `.tune.jsonl.new` for `tune.jsonl`: the whole name, so that no other file has this one.
+/// Returns `.tune.jsonl.new` for `tune.jsonl`; it contains the whole name, so that two caches never share it.
 fn beside(target: &Path, suffix: &str) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     target.with_file_name(format!(".{name}.{suffix}"))
 }
 
-/// The path that `path` stands for, whether there is a file or not.
+/// Resolves the symbolic links of `path`; the target need not exist.
 fn behind_links(path: &Path) -> io::Result<PathBuf> {
-    // As many as Linux follows.
+    // Linux follows as many.
     const MOST: usize = 40;
     let mut target = path.to_owned();
     for _ in 0..MOST {
@@ -370,7 +372,7 @@ fn behind_links(path: &Path) -> io::Result<PathBuf> {
 
 type Parsed = (BTreeMap<Key, Entry>, Vec<Warning>);
 
-/// Lines of other formats, as they are: another version of this program reads them.
+/// Returns lines of other formats unchanged, for other versions of this program.
 fn foreign_lines(bytes: &[u8]) -> Vec<u8> {
     let foreign = lines_of(bytes).filter(|(_, line)| {
         format_of(&String::from_utf8_lossy(line)).is_some_and(|f| f != u64::from(FORMAT))
@@ -378,8 +380,8 @@ fn foreign_lines(bytes: &[u8]) -> Vec<u8> {
     foreign.flat_map(|(_, line)| [line, b"\n".as_slice()]).flatten().copied().collect()
 }
 
-/// The bytes of a cache file, which need not exist. A file of something else is refused, because it
-/// would be overwritten with the first result.
+/// Reads a cache file; a missing one is empty. Refuses any other kind of file, because the first result
+/// would overwrite it.
 fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
     let refused = |why| CacheError { path: path.to_owned(), why };
     regular(path).map_err(refused)?;
@@ -400,13 +402,13 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
     Ok(bytes)
 }
 
-/// Lines that are not blank, with their numbers, from 1.
+/// Returns the non-blank lines with their numbers from 1.
 fn lines_of(bytes: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
     let lines = bytes.split(|byte| *byte == b'\n').enumerate();
     lines.map(|(i, line)| (i + 1, line)).filter(|(_, line)| !line.trim_ascii().is_empty())
 }
 
-/// Whether a line is a result of any version, or the beginning of one that was damaged.
+/// True for a result of any version, and for the start of a damaged one.
 fn is_ours(line: &[u8]) -> bool {
     line.starts_with(br#"{"format":"#) || format_of(&String::from_utf8_lossy(line)).is_some()
 }
@@ -417,7 +419,7 @@ fn format_of(line: &str) -> Option<u64> {
 
 fn parse(bytes: &[u8], origin: &str) -> Parsed {
     let (mut entries, mut warnings) = Parsed::default();
-    // A result of the future would win over every later one. Clocks differ by less than a day.
+    // A result dated in the future would win over later ones. Clocks differ by less than a day.
     let tomorrow = rfc3339(OffsetDateTime::now_utc() + Duration::DAY);
     for (number, line) in lines_of(bytes) {
         let mut ignore = |why: String| {
@@ -447,13 +449,13 @@ fn rfc3339(time: OffsetDateTime) -> String {
     time.format(&Rfc3339).expect("a year of four digits")
 }
 
-/// Whether it is a date of RFC 3339 in UTC, which order as text.
+/// True for an RFC 3339 date in UTC; such dates sort as text.
 fn is_utc(date: &str) -> bool {
     date.ends_with('Z') && OffsetDateTime::parse(date, &Rfc3339).is_ok()
 }
 
-/// The newer result of each key wins, of equally old ones that of `from`; dates are RFC 3339 in UTC, so
-/// they order as text.
+/// Merges `from` into `into`. For each key the newer result wins; at equal dates, that of `from`. Dates
+/// are RFC 3339 in UTC, so they sort as text.
 fn merge(into: &mut BTreeMap<Key, Entry>, from: BTreeMap<Key, Entry>) {
     for (key, entry) in from {
         let newer = into.get(&key).is_none_or(|have| have.date <= entry.date);

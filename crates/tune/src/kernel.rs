@@ -1,4 +1,4 @@
-//! The trait that every kernel family implements.
+//! The trait of all tunable kernels.
 
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -14,60 +14,60 @@ use serde_json::Value;
 
 use crate::queue::Queue;
 
-/// A kernel family: one computation, many ways to run it.
+/// A kernel: one computation with several configs to run it.
 ///
-/// `candidates`, `check` and `cost` are pure: they see the facts of a device, never the device, so
-/// that they are tested for cards that are not there.
+/// `candidates`, `check` and `cost` are pure: they take the profile of a device, not the device.
+/// Tests therefore cover cards that the machine does not have.
 pub trait Kernel: 'static {
-    /// What to compute: sizes, dtypes, layout and every flag that changes the answer.
+    /// The computation: sizes, dtypes, layout and every flag that changes the result.
     type Problem: Clone + Debug + PartialEq + Serialize + DeserializeOwned + Send + Sync;
-    /// How: tile sizes, stages, planes. The comptime argument of the kernel and the cached value.
+    /// The way to run it: tile sizes, stages, planes. It is the kernel's comptime argument and the cached value.
     type Config: Copy + Debug + Eq + Hash + Serialize + DeserializeOwned + Send + Sync;
-    /// Device buffers of one problem, inputs and output.
+    /// Device buffers of one problem: inputs and outputs.
     type Operands: Clone + Send;
 
     const NAME: &'static str;
-    /// Bumped when the body changes, so that old timings are not believed.
+    /// Kernel version, incremented when the body changes, so that old timings no longer apply.
     const VERSION: u32;
 
-    /// Rounds only the sizes that may share a config; the text is the cache key.
+    /// Returns the problem's part of the cache key. Only sizes that may share a config are rounded.
     fn bucket(problem: &Self::Problem) -> String;
 
-    /// Configs worth measuring, every one of which passes [`Kernel::check`]; the first is what runs
-    /// when nothing was measured. Empty when the device cannot serve the problem.
+    /// Returns the configs worth measuring; all pass [`Kernel::check`]. The first is the default config,
+    /// which runs when nothing was measured. Empty if the device cannot run the problem.
     fn candidates(arch: &ArchProfile, problem: &Self::Problem) -> Vec<Self::Config>;
 
-    /// Whether `config` would compile and launch for `problem` on `arch`.
+    /// Checks that `config` compiles and launches for `problem` on `arch`.
     ///
     /// # Errors
-    /// The first limit that is exceeded.
+    /// The first limit that the config exceeds.
     fn check(
         arch: &ArchProfile,
         problem: &Self::Problem,
         config: &Self::Config,
     ) -> Result<(), Infeasible>;
 
-    /// The least work that any implementation must do.
+    /// Returns the minimum work of any implementation.
     fn cost(problem: &Self::Problem) -> Cost;
 
-    /// The config with the least to go wrong; what others are compared with.
+    /// Returns the baseline config: the simplest one, which verifies the results of the others.
     ///
     /// # Errors
-    /// What the device lacks for the problem; there are then no candidates either.
+    /// The device cannot run the problem; [`Kernel::candidates`] is then empty.
     fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
 
-    /// Seeded random operands for measuring.
+    /// Makes seeded random operands for measuring.
     fn operands(queue: &Queue, problem: &Self::Problem, seed: u64) -> Self::Operands;
 
-    /// The buffers that a launch writes.
+    /// Returns the buffers that a launch writes.
     fn outputs(problem: &Self::Problem, operands: &Self::Operands) -> Vec<Output>;
 
-    /// Bytes that a launch of `config` needs beside its operands, for what it keeps between kernels.
+    /// Bytes of scratch memory that a launch of `config` needs in addition to its operands.
     fn scratch_bytes(_problem: &Self::Problem, _config: &Self::Config) -> u64 {
         0
     }
 
-    /// The buffer of [`Kernel::scratch_bytes`]; none when it needs none.
+    /// Allocates and prepares [`Kernel::scratch_bytes`]; `None` for zero bytes.
     fn scratch(device: &Device, problem: &Self::Problem, config: &Self::Config) -> Option<Handle> {
         let bytes = Self::scratch_bytes(problem, config);
         (bytes > 0).then(|| {
@@ -77,11 +77,11 @@ pub trait Kernel: 'static {
         })
     }
 
-    /// Writes what the first launch must find in scratch; all else there may be anything.
+    /// Initialises the scratch memory that the first launch reads; the rest may hold anything.
     fn prepare(_device: &Device, _scratch: &Handle) {}
 
-    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Failures to compile or
-    /// launch surface when an output is read or checked.
+    /// Enqueues the kernel; `scratch` is [`Kernel::scratch`] of the same config. Compile and launch errors
+    /// surface when an output is read or checked.
     fn launch(
         queue: &Queue,
         problem: &Self::Problem,
@@ -90,8 +90,8 @@ pub trait Kernel: 'static {
         scratch: Option<&Handle>,
     );
 
-    /// The programs of a launch of `config` on a device with these properties, in the order they run in: for
-    /// compiling them without launching them.
+    /// Returns the programs that a launch of `config` runs on a device with these properties, in order.
+    /// They can be compiled without a launch.
     fn programs(
         arch: &ArchProfile,
         problem: &Self::Problem,
@@ -109,7 +109,7 @@ pub trait Kernel: 'static {
     }
 }
 
-/// Text that is no config of a kernel.
+/// A value that is not a valid config of a kernel.
 #[derive(Debug, thiserror::Error)]
 #[error("no config of {kernel}: {why}")]
 pub struct InvalidConfig {
@@ -117,10 +117,10 @@ pub struct InvalidConfig {
     pub why: String,
 }
 
-/// The config that `value` is, as a cache keeps it.
+/// Parses a config from its JSON form in a cache.
 ///
 /// # Errors
-/// A field is missing, unknown or of another kind.
+/// A field is missing, unknown or of the wrong type.
 pub fn config_of<K: Kernel>(value: &Value) -> Result<K::Config, InvalidConfig> {
     let refused = |why: String| InvalidConfig { kernel: K::NAME, why };
     let config: K::Config =
@@ -132,7 +132,7 @@ pub fn config_of<K: Kernel>(value: &Value) -> Result<K::Config, InvalidConfig> {
     }
 }
 
-/// The first field of `given` that `kept` has not.
+/// Returns the first field of `given` that `kept` lacks.
 fn unread<'a>(given: &'a Value, kept: &Value) -> Option<&'a str> {
     given.as_object()?.iter().find_map(|(name, value)| match kept.get(name) {
         None => Some(name.as_str()),
@@ -146,20 +146,20 @@ pub struct Output {
     pub handle: Handle,
     pub dtype: DType,
     pub len: usize,
-    /// Largest difference between two right answers, relative to the largest magnitude.
+    /// Largest difference between two correct results, relative to the largest magnitude.
     pub tolerance: f64,
 }
 
-/// The least work of a problem.
+/// The minimum work of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cost {
-    /// Floating-point operations; a multiply-add counts two.
+    /// Floating-point operations; a multiply-add counts as two.
     pub flops: u64,
-    /// Bytes of every input read once and every output written once.
+    /// Bytes when every input is read once and every output written once.
     pub bytes: u64,
 }
 
-/// Why a config cannot run a problem on an architecture.
+/// The reason that a config cannot run a problem on an architecture.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Infeasible {
     #[error("needs {need} bytes of shared memory, the device has {have}")]

@@ -1,9 +1,10 @@
-//! How fast a config is, remembered.
+//! Autotuner: measures kernel configs and caches the fastest.
 //!
-//! A [`Kernel`] ties a problem (what to compute) to configs (how). The [`Tuner`] takes its feasible
-//! candidates, verifies each against the kernel's simplest config, measures it with [`timing`], and
-//! keeps the winner in a [`TuneCache`]: a text file keyed by kernel, version, architecture and bucket.
-//! Nothing is tuned by surprise: the caller says with a [`Policy`] what a miss means.
+//! A [`Kernel`] ties a problem (the computation) to its configs (the ways to run it). The [`Tuner`]
+//! takes the feasible candidates, verifies each against the kernel's baseline config, and measures it
+//! with [`timing`]. It keeps the winner in a [`TuneCache`]: a text file keyed by kernel, version,
+//! architecture and bucket. The caller's [`Policy`] decides what happens on a cache miss, so nothing
+//! is tuned unasked.
 
 mod cache;
 mod fill;

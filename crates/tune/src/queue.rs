@@ -1,4 +1,4 @@
-//! Where launches go: to a device, or to a compiler alone.
+//! The target of launches: a device, or only a compiler.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use cubecl_environment::stream::StreamId;
 
 /// A queue of launches.
 pub enum Queue<'a> {
-    /// Runs them on a device.
+    /// Runs launches on a device.
     Device(&'a Device),
-    /// Keeps their programs and runs nothing: for compiling ahead, and for devices that are not there.
+    /// Collects programs and runs nothing: to precompile, also for devices that the machine does not have.
     Compiler(Compiler<'a>),
 }
 
-/// Programs of launches, for a device with these properties. Its buffers hold nothing.
+/// Collects the programs of launches for a device with these properties. Its buffers have no memory.
 pub struct Compiler<'a> {
     arch: &'a ArchProfile,
     pub properties: Arc<DeviceProperties>,
@@ -26,7 +26,7 @@ pub struct Compiler<'a> {
 }
 
 impl<'a> Queue<'a> {
-    /// A queue that keeps programs for a device with these properties.
+    /// Returns a queue that collects programs for a device with these properties.
     pub fn compiler(
         arch: &'a ArchProfile,
         properties: &Arc<DeviceProperties>,
@@ -36,7 +36,7 @@ impl<'a> Queue<'a> {
         Self::Compiler(Compiler { arch, properties, target, programs: RefCell::default() })
     }
 
-    /// The programs that were kept, in the order of their first launches.
+    /// Returns the collected programs, in the order of their first launches.
     pub fn into_programs(self) -> Vec<Box<dyn CubeKernel>> {
         match self {
             Self::Device(_) => Vec::new(),
@@ -44,7 +44,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Facts of the device.
+    /// Returns the profile of the device.
     pub fn profile(&self) -> &ArchProfile {
         match self {
             Self::Device(device) => device.profile(),
@@ -52,7 +52,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// A buffer of `bytes` bytes of anything.
+    /// Allocates an uninitialised buffer of `bytes` bytes.
     pub fn empty(&self, bytes: usize) -> Handle {
         match self {
             Self::Device(device) => device.client().empty(bytes),
@@ -60,12 +60,12 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// A buffer with these bytes.
+    /// Uploads `bytes` to a new buffer.
     pub fn upload(&self, bytes: &[u8]) -> Handle {
         self.made(bytes.len(), bytes.iter().copied())
     }
 
-    /// A buffer with these bytes, `len` of them, which only a device makes.
+    /// Uploads the `len` bytes of an iterator to a new buffer. A compiler does not run the iterator.
     pub fn made(&self, len: usize, bytes: impl Iterator<Item = u8>) -> Handle {
         match self {
             Self::Device(device) => device.client().create_from_slice(&bytes.collect::<Vec<_>>()),
@@ -74,14 +74,14 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// The handle of a buffer that no device has.
+/// Returns the handle of a buffer without memory.
 fn nowhere(bytes: usize) -> Handle {
     let service = ServiceId::of::<Compiler<'static>>(DeviceId::new(0, 0));
     Handle::new(service, StreamId { value: 0 }, bytes as u64)
 }
 
 impl Compiler<'_> {
-    /// Keeps a program that is launched without checks of bounds, once.
+    /// Adds a program that runs without bounds checks, unless it was added before.
     pub fn keep(&self, program: impl CubeKernel) {
         let (program, mut programs) = (Unchecked(program), self.programs.borrow_mut());
         if programs.iter().all(|kept| kept.id() != program.id()) {
@@ -90,7 +90,7 @@ impl Compiler<'_> {
     }
 }
 
-/// A program without checks of bounds: CubeCL builds one without launching it only with them.
+/// A program without bounds checks. When CubeCL builds one without a launch, it always adds them.
 struct Unchecked<K>(K);
 
 impl<K: CubeKernel> KernelMetadata for Unchecked<K> {

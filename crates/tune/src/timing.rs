@@ -1,9 +1,10 @@
-//! The one way to time a launch: the tuner and the bench share it.
+//! Times launches, for the tuner and the bench.
 //!
-//! Device timestamps where the runtime has them. A long launch is timed alone, the caches overwritten
-//! before it, as `triton.testing.do_bench` does (CUDA; through wgpu many at once). Launches shorter than the cost of launching are
-//! recorded into a graph and replayed, so that what is timed is the kernel and not the host; the
-//! caller's closure gets the launch number, to rotate among operand sets larger than the cache.
+//! It uses device timestamps where the runtime has them. On CUDA, a long launch is timed alone after the
+//! caches are overwritten, as `triton.testing.do_bench` does; through wgpu, many launches are timed at
+//! once. Short launches on CUDA are captured into a graph and replayed, so that launch overhead on the
+//! host is not timed. The caller's closure gets the launch number, to rotate among operand sets that
+//! together exceed the cache.
 
 use std::convert::Infallible;
 use std::thread;
@@ -17,31 +18,30 @@ use record::Summary;
 
 use crate::fill::fill;
 
-/// How long to measure.
+/// Limits of a measurement: time and number of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Effort {
-    /// Idle time before. A GPU at its power limit runs slower the longer it has been busy, so every
-    /// measurement starts from the same rest.
+    /// Idle time before the measurement. A GPU at its power limit slows down while it is busy, so every
+    /// measurement starts after the same rest.
     pub rest: Duration,
-    /// Work before the first sample: clocks rise from idle only under load.
+    /// Time of work before the first sample: clocks rise from idle only under load.
     pub warm_up: Duration,
-    /// Samples to take when time allows.
+    /// Samples to take within the time limit.
     pub samples: usize,
-    /// Samples to take even when it does not.
+    /// Samples to take even past the time limit.
     pub min_samples: usize,
-    /// Wall-clock limit of the samples together.
+    /// Wall-clock limit of all samples together.
     pub limit: Duration,
 }
 
-/// From idle clocks to those of work: 1.24B passed 512 tokens through Vulkan at 8000 to 9000 tokens/s for a quarter of a
-/// second, and then at 33000 (H200).
+/// Time until GPU clocks rise from idle. A 1.24B model prefilled 512 tokens through Vulkan at 8000 to 9000 tokens/s
+/// for a quarter of a second, then at 33000 tokens/s (H200).
 const CLOCKS_RISE: Duration = Duration::from_millis(300);
 
 impl Effort {
-    /// For figures that are reported: on CUDA about as long as `triton.testing.do_bench` (25 ms of
-    /// warm-up, 100 ms of samples), so that figures compare; through wgpu longer, because the host
-    /// waits between samples and clocks rise slowly; on a CPU longer still, because other programs share
-    /// it.
+    /// Returns the effort for reported figures. CUDA: about as long as `triton.testing.do_bench` (25 ms of
+    /// warm-up, 100 ms of samples), so that figures compare. wgpu: longer, because the host waits between
+    /// samples and clocks rise slowly. CPU: longest, because other programs share it.
     pub const fn report(backend: Backend) -> Self {
         match backend {
             Backend::Cpu => Self {
@@ -68,7 +68,7 @@ impl Effort {
         }
     }
 
-    /// For choosing among candidates.
+    /// Returns the effort for choosing among candidates.
     pub const fn tune(backend: Backend) -> Self {
         match backend {
             Backend::Cpu => Self {
@@ -79,7 +79,7 @@ impl Effort {
                 ..Self::report(backend)
             },
             Backend::Vulkan | Backend::WebGpu => Self {
-                // After a glance.
+                // `glance` has warmed up already.
                 warm_up: Duration::ZERO,
                 samples: 12,
                 min_samples: 3,
@@ -96,8 +96,9 @@ impl Effort {
         }
     }
 
-    /// One sample, to tell the hopeless from the rest. A GPU that waited for a driver to compile is at the clocks of its
-    /// rest, and a sample takes four to five times as long: gradients of attention through Vulkan 24.6 ms for 5.3 (H200).
+    /// Returns the effort of a single sample, to drop slow candidates early. A GPU that waited for a driver to compile
+    /// is at idle clocks, and a sample takes four to five times as long. Attention backward through Vulkan took
+    /// 24.6 ms instead of 5.3 ms (H200).
     pub const fn glance(backend: Backend) -> Self {
         Self {
             rest: Duration::ZERO,
@@ -112,25 +113,25 @@ impl Effort {
     }
 }
 
-/// Nanoseconds of one launch, one value a sample.
+/// Samples of the time of one launch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Timing {
     pub samples_ns: Vec<f64>,
-    /// `device` or `host`: whose clock.
+    /// Clock that was read: `device` or `host`.
     pub clock: &'static str,
-    /// Whether launches were replayed from a graph.
+    /// True if the launches were replayed from a graph.
     pub graph: bool,
 }
 
 impl Timing {
-    /// The median sample.
+    /// Returns the median sample in nanoseconds.
     pub fn median_ns(&self) -> f64 {
         let summary = Summary::of(&self.samples_ns);
         summary.expect("a sample is a duration, and there is one at least").median
     }
 }
 
-/// Why nothing was timed.
+/// The reason that a measurement failed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum TimingError {
     /// The kernel did not compile, launch or run.
@@ -141,17 +142,17 @@ pub enum TimingError {
     NoMeasurement,
 }
 
-/// Below this a launch is timed through a graph, where the backend can capture one.
+/// Launches shorter than this are timed through a graph, where the backend can capture one.
 const GRAPH_BELOW_NS: f64 = 250_000.0;
-/// Work per sample that makes the clock's own error small.
+/// Time per sample that makes the clock's own error small.
 const SAMPLE_NS: f64 = 400_000.0;
-/// Work per sample that outweighs the wait for the host between samples, through wgpu.
+/// Time per sample through wgpu that outweighs the wait for the host between samples.
 const SAMPLE_NS_WGPU: f64 = 5_000_000.0;
 
-/// Times `launch`, which is given 0, 1, 2, ... and must be right to call any number of times.
+/// Times `launch`, which gets the launch number (0, 1, 2, ...) and may be called any number of times.
 ///
 /// # Errors
-/// A launch that fails, reported by the device at the first synchronisation.
+/// A launch fails (the device reports it at the first synchronisation), or the clock gives no measurement.
 pub fn measure(
     device: &Device,
     effort: Effort,
@@ -160,10 +161,10 @@ pub fn measure(
     measure_with(device, effort, true, launch)
 }
 
-/// As [`measure`], without graphs: for work that allocates, such as another library's ops.
+/// Times `launch` like [`measure`], without graphs: for work that allocates, such as another library's ops.
 ///
 /// # Errors
-/// As [`measure`].
+/// Errors of [`measure`].
 pub fn measure_launches(
     device: &Device,
     effort: Effort,
@@ -172,7 +173,7 @@ pub fn measure_launches(
     measure_with(device, effort, false, launch)
 }
 
-/// The host's clock, for what is longer than launches: a model's prompt, a generation.
+/// A stopwatch on the host's clock, for work longer than launches: a prefill, a generation.
 #[derive(Debug, Clone, Copy)]
 pub struct Stopwatch(Instant);
 
@@ -185,7 +186,7 @@ impl Stopwatch {
         self.0.elapsed()
     }
 
-    /// Where a timed launch began and ended, from the start on.
+    /// Returns the start and the end of a timed launch, relative to the start of the stopwatch.
     pub fn place(&self, ticks: &ProfileTicks) -> (Duration, Duration) {
         (ticks.start_duration_since(self.0), ticks.end_duration_since(self.0))
     }
@@ -205,16 +206,16 @@ pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
     Timing { samples_ns, clock: "host", graph: false }
 }
 
-/// Work between two waits for the device: the wait, some tens of microseconds, is within a percent of
-/// it.
+/// Minimum time of a batch between two waits for the device. A wait takes some tens of microseconds,
+/// less than one percent of it.
 const BATCH: Duration = Duration::from_millis(20);
 
-/// Times work whose launches no timestamp of ours brackets, such as another library's on a stream of
-/// its own, by the host's clock: many launches between two `wait`s for the device, whose share of the
-/// sample each launch then has.
+/// Times launches with the host's clock, where our timestamps cannot bracket them: another library's
+/// launches on its own stream, for example. A sample is the time between two `wait`s for the device,
+/// divided by the number of launches between them.
 ///
 /// # Errors
-/// Those of `wait`.
+/// Errors of `wait`.
 pub fn measure_batches<E>(
     effort: Effort,
     mut launch: impl FnMut(usize),
@@ -251,7 +252,7 @@ fn measure_with(
     sync(device)?;
     thread::sleep(effort.rest);
     let method = device.client().properties().timing_method;
-    // The CPU runtime calls its clock a device's; it is the host's.
+    // The CPU runtime reports device timing, but its clock is the host's.
     let own = method == TimingMethod::Device && device.backend() != Backend::Cpu;
     let clock = if own { "device" } else { "host" };
     let mut turn = 0;
@@ -272,7 +273,7 @@ fn measure_with(
     let inner = (sample_ns / first.max(1000.0)).ceil().clamp(1.0, 256.0) as usize;
 
     let (samples_ns, graph) = if cuda && first >= GRAPH_BELOW_NS {
-        // As do_bench does: every launch finds cold caches.
+        // Every launch starts with cold caches, as in do_bench.
         let cold = Cold::new(device);
         let samples = collect(effort, || {
             let windows: Result<Vec<_>, TimingError> = (0..AT_ONCE)
@@ -287,8 +288,8 @@ fn measure_with(
     } else if cuda && graphs {
         let graph = capture(device, inner, &mut run)?;
         let samples = collect(effort, || {
-            // SAFETY: the operands that the graph launches on are owned by the caller of `measure`
-            // and outlive it; nothing else runs on this stream meanwhile.
+            // SAFETY: the caller of `measure` owns the graph's operands, so they outlive the graph;
+            // nothing else runs on this stream meanwhile.
             let elapsed = window(device, || unsafe { graph.replay() }.map_err(failed))??;
             Ok::<_, TimingError>(vec![elapsed / inner as f64])
         })?;
@@ -303,10 +304,10 @@ fn measure_with(
     Ok(Timing { samples_ns, clock, graph })
 }
 
-/// Windows that are opened before the first is read, so that the device does not wait for the host.
+/// Number of windows to open before the first is read, so that the device does not wait for the host.
 const AT_ONCE: usize = 8;
 
-/// A buffer to overwrite, so that nothing else is left in the caches.
+/// A buffer that is overwritten to evict everything else from the caches.
 struct Cold<'a> {
     device: &'a Device,
     buffer: Handle,
@@ -317,7 +318,7 @@ impl<'a> Cold<'a> {
     fn new(device: &'a Device) -> Self {
         let bytes = 4 * device.profile().cache_bytes.unwrap_or(64 << 20) as usize;
         let client = device.client();
-        // Back to the driver once it is over, and no measure of the pages of a pool.
+        // Dedicated allocations go back to the driver afterwards and do not affect the pool's page sizes.
         let buffer = client.memory_dedicated_allocation((), |()| client.empty(bytes));
         Self { device, buffer, words: bytes / 4 }
     }
@@ -327,7 +328,7 @@ impl<'a> Cold<'a> {
     }
 }
 
-/// Warms up, then takes samples; `sample` gives one or several.
+/// Warms up, then takes samples; each call of `sample` returns one or several.
 fn collect<E>(
     effort: Effort,
     mut sample: impl FnMut() -> Result<Vec<f64>, E>,
@@ -346,12 +347,12 @@ fn collect<E>(
     Ok(samples)
 }
 
-/// Nanoseconds that `work` takes on the device, and what it returned.
+/// Times `work` on the device; returns nanoseconds, or the error of `work`.
 fn window<T: Elapsed>(device: &Device, work: impl FnOnce() -> T) -> Result<T::Out, TimingError> {
     open_window(device, work)?.resolve()
 }
 
-/// Work between two timestamps that are not read yet.
+/// Work between two timestamps that were not read yet.
 struct Window<T> {
     ticks: ProfileDuration,
     out: T,
@@ -374,7 +375,7 @@ impl<T: Elapsed> Window<T> {
     }
 }
 
-/// Lets [`window`] time both work that cannot fail and work that can.
+/// Lets [`window`] time both infallible and fallible work.
 trait Elapsed {
     type Out;
     fn with(self, ns: f64) -> Self::Out;
@@ -429,7 +430,7 @@ mod tests {
         limit: Duration::ZERO,
     };
 
-    /// A device that does nothing until it is waited for, then takes a millisecond a launch.
+    /// Simulates a device that runs only while waited for, one millisecond per launch.
     #[test]
     fn a_batch_is_divided_among_its_launches() {
         let (turn, queued) = (Cell::new(0), Cell::new(0));
@@ -443,7 +444,7 @@ mod tests {
         };
         let Ok(timing) = measure_batches(EFFORT, launch, wait);
         assert_eq!((timing.samples_ns.len(), timing.clock), (3, "host"));
-        // A sleep is never shorter than asked, and not eight times as long on a machine that is busy.
+        // A sleep is never shorter than requested, and even on a busy machine below eight times that.
         let ms = timing.median_ns() / 1e6;
         assert!((1.0..8.0).contains(&ms), "{ms} ms");
     }

@@ -1,4 +1,4 @@
-//! candidates, check, verify, measure, choose.
+//! Chooses a config: list candidates, check, verify, measure, keep the fastest.
 
 use std::collections::HashSet;
 
@@ -19,16 +19,16 @@ pub struct Choice<C> {
     pub source: Source,
 }
 
-/// Why there is no config.
+/// The reason that no config was chosen.
 #[derive(Debug, thiserror::Error)]
 pub enum TuneError {
-    /// The device cannot serve the problem at all.
+    /// The device cannot run the problem at all.
     #[error(
         "{arch} has no way to run {kernel} {problem}: it {why}\nhint: take another dtype, or another \
          backend"
     )]
     Unsupported { arch: String, kernel: &'static str, problem: String, why: String },
-    /// Nothing was measured on this architecture, and the policy forbids guessing and measuring.
+    /// No usable result is recorded for this architecture, and the policy forbids defaults and measuring.
     #[error(
         "no config {} {key}{}\nhint: run with --policy measure, or default",
         if misfit.is_some() { "fits" } else { "is recorded for" },
@@ -36,7 +36,7 @@ pub enum TuneError {
     )]
     Frozen {
         key: Key,
-        /// Why the config that is known does not serve, where there is one.
+        /// Reason that the recorded config does not fit, if one is recorded.
         misfit: Option<String>,
     },
     /// Every candidate failed.
@@ -54,19 +54,19 @@ pub struct Tuner<'a> {
     pub device: &'a Device,
     pub cache: TuneCache,
     pub policy: Policy,
-    /// Written into new results.
+    /// Commit of this program, written into new results.
     pub commit: String,
-    /// UTC, RFC 3339; written into new results.
+    /// Current date (UTC, RFC 3339), written into new results.
     pub date: String,
 }
 
-/// A candidate is left out of further timing when it is this many times slower than the best.
+/// A candidate that is this many times slower than the best is not timed further.
 const HOPELESS: f64 = 3.0;
-/// A candidate must be this much faster than an earlier, simpler one to be preferred.
+/// A candidate replaces an earlier, simpler one only if it takes less than this fraction of its time.
 const MARGIN: f64 = 0.98;
 
 impl Tuner<'_> {
-    /// The config for `problem`: the cache's, or what the policy says.
+    /// Returns the config for `problem`: the cached one, or on a miss the one that the policy gives.
     ///
     /// # Errors
     /// See [`TuneError`].
@@ -115,10 +115,10 @@ impl Tuner<'_> {
         Some(Choice { config, source: Source::Inherited(from.clone()) })
     }
 
-    /// Measures every candidate of `problem`, an inherited config first, remembers the outcome and returns the winner.
+    /// Measures an inherited config, then every candidate of `problem`; caches the outcome and returns the winner.
     ///
     /// # Errors
-    /// No candidate ran, or the cache cannot be written, which is found out first.
+    /// The cache cannot be written (checked before measuring), or no candidate ran.
     pub fn measure<K: Kernel>(&mut self, problem: &K::Problem) -> Result<K::Config, TuneError> {
         self.cache.check_writable()?;
         let arch = self.device.profile();
@@ -156,8 +156,8 @@ impl Tuner<'_> {
         Ok(config)
     }
 
-    /// Nanoseconds of each config whose result is right, or why there are none. One that is hopeless
-    /// beside an earlier one is timed once.
+    /// Times each config: median nanoseconds if its result is right, else the reason. A config that is
+    /// much slower than an earlier one is timed once only.
     pub fn time<K: Kernel>(
         &self,
         problem: &K::Problem,
@@ -214,7 +214,7 @@ impl Tuner<'_> {
     }
 }
 
-/// The fastest config that is right; an earlier, simpler one stays when another is faster by too little.
+/// Returns the fastest correct config. A later config must beat an earlier, simpler one by [`MARGIN`].
 fn fastest<C: Copy>(outcomes: &[(C, Result<f64, String>)]) -> Option<(C, f64)> {
     let mut best: Option<(C, f64)> = None;
     for (config, outcome) in outcomes {
@@ -227,18 +227,18 @@ fn fastest<C: Copy>(outcomes: &[(C, Result<f64, String>)]) -> Option<(C, f64)> {
     best
 }
 
-/// Enough operand sets that their bytes pass three times the last-level cache.
+/// Makes operand sets that together fill three times the last-level cache; at most 24 sets.
 pub fn operand_sets<K: Kernel>(device: &Device, problem: &K::Problem) -> Vec<K::Operands> {
     let bytes = K::cost(problem).bytes.max(1);
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20);
     let n = (3 * cache).div_ceil(bytes).clamp(1, 24);
-    // Back to the driver once it is over, and no measure of the pages of a pool.
+    // Dedicated allocations go back to the driver afterwards and do not affect the pool's page sizes.
     device.client().memory_dedicated_allocation((), |()| {
         (0..n).map(|seed| K::operands(&Queue::Device(device), problem, seed)).collect()
     })
 }
 
-/// Parts of one output: its start, middle and end.
+/// Values from the start, the middle and the end of one output.
 struct Sample {
     values: Vec<f32>,
     tolerance: f64,
@@ -249,7 +249,7 @@ impl Sample {
         let scale = self.values.iter().fold(0f32, |m, v| m.max(v.abs()));
         let tol = self.tolerance * f64::from(scale);
         let pairs = self.values.iter().zip(&other.values);
-        // Written so that a NaN stays: `f64::max` would drop it at the next element.
+        // Keeps a NaN: `f64::max` would drop it at the next element.
         let worst = pairs.map(|(a, b)| f64::from((a - b).abs()));
         let worst = worst.fold(0f64, |m, e| if e <= m || m.is_nan() { m } else { e });
         if worst <= tol {
@@ -282,7 +282,7 @@ fn sample(device: &Device, output: &Output) -> Result<Sample, String> {
     let window = WINDOW.min(len);
     let mut values = Vec::with_capacity(3 * window);
     for start in [0, (len - window) / 2, len - window] {
-        // Device offsets are aligned to whole words; the last part still reaches the end.
+        // Device offsets must be multiples of four bytes; the last window still reaches the end.
         let start = start / 4 * 4;
         let end = if start + window + 4 > len { len } else { start + window };
         let handle = output
@@ -291,7 +291,7 @@ fn sample(device: &Device, output: &Output) -> Result<Sample, String> {
             .offset_start((start * size) as u64)
             .offset_end(((len - end) * size) as u64);
         let bytes = client.read_one(handle).map_err(|e| format!("{e:?}"))?;
-        // A buffer is whole words: an odd number of halves ends in one that nobody wrote.
+        // A buffer is whole 4-byte words: after an odd number of halves the last half is unwritten.
         decode(output.dtype, &bytes[..(end - start) * size], &mut values);
     }
     Ok(Sample { values, tolerance: output.tolerance })
@@ -309,7 +309,7 @@ fn decode(dtype: DType, bytes: &[u8], into: &mut Vec<f32>) {
     }
 }
 
-/// Overwrites an output with NaN (integers: with -1), so that an element nobody wrote is seen.
+/// Overwrites an output with NaN (integers: -1), so that unwritten elements are detected.
 pub fn poison(device: &Device, output: &Output) {
     let words = (output.len * output.dtype.size()).div_ceil(4);
     fill(device, &output.handle, words, u32::MAX);
@@ -323,7 +323,7 @@ mod tests {
     use super::*;
     use crate::{Cost, Infeasible};
 
-    /// Fills a buffer with the problem's number; a config is the number that it writes.
+    /// A kernel that fills a buffer with its config; correct if that equals the problem.
     struct Filled;
 
     const WORDS: usize = 1024;
@@ -358,7 +358,7 @@ mod tests {
             vec![Output { handle, dtype: DType::I32, len: WORDS, tolerance: 0.0 }]
         }
         fn launch(queue: &Queue, _: &u32, config: &u32, operands: &Handle, _: Option<&Handle>) {
-            // A fill is no program that a compiler can keep.
+            // A fill runs on a device only, so a compiler has no program to collect.
             if let Queue::Device(device) = queue {
                 fill(device, operands, WORDS, *config);
             }

@@ -1,4 +1,4 @@
-//! The host, by Linux's `/proc`.
+//! Reads the host through Linux's `/proc`.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use super::{Kind, Lack, Quantity, Reading, Why};
 use crate::facts;
 use crate::host::HostMemory;
 
-/// What `/proc` has no number for.
+/// Quantities that `/proc` does not provide.
 const UNTOLD: [Quantity; 10] = [
     Quantity::TemperatureC,
     Quantity::PowerW,
@@ -20,7 +20,7 @@ const UNTOLD: [Quantity; 10] = [
     Quantity::ThrottleReasons,
 ];
 
-/// Ticks that all cores spent since the machine started.
+/// Ticks of all cores since the machine started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Times {
     idle: u64,
@@ -32,8 +32,8 @@ impl Times {
         Self::of(&fs::read_to_string("/proc/stat").ok()?)
     }
 
-    /// The first line of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal; what
-    /// follows is part of user and nice.
+    /// Parses the first line of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal. Later
+    /// numbers are already part of user and nice.
     fn of(stat: &str) -> Option<Self> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let ticks: Option<Vec<u64>> =
@@ -43,10 +43,10 @@ impl Times {
         Some(Self { idle: ticks[3] + waiting, all: ticks.iter().sum() })
     }
 
-    /// Percent of the ticks from `before` to here in which no core idled; none where no tick passed.
+    /// Returns the percentage of non-idle ticks since `before`; `None` if no tick passed.
     fn busy_since(self, before: Self) -> Option<f64> {
         let all = self.all.checked_sub(before.all).filter(|ticks| *ticks > 0)?;
-        // Linux lets the ticks of iowait go back.
+        // On Linux the iowait counter can decrease.
         let idle = self.idle.saturating_sub(before.idle).min(all);
         Some((all - idle) as f64 / all as f64 * 100.0)
     }
@@ -97,7 +97,7 @@ fn unread(file: &str) -> Lack {
     lack(Why::Failed, &format!("{file} cannot be read"), "Linux has it where /proc is mounted")
 }
 
-/// Bytes that no program could get, and all bytes.
+/// Returns the bytes that are not available, and the total.
 fn memory_of(meminfo: &str) -> Option<(u64, u64)> {
     let HostMemory { total, free } = HostMemory::of(meminfo)?;
     Some((total.saturating_sub(free), total))

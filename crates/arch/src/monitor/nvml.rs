@@ -1,4 +1,4 @@
-//! NVIDIA cards, through NVML.
+//! Reads NVIDIA cards through NVML.
 
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
@@ -7,7 +7,7 @@ use nvml_wrapper::{Device, Nvml};
 
 use super::{Kind, Lack, Quantity, Reading, ThrottleReason, Why};
 
-/// A reading of each card that NVML counts, also of one that does not answer.
+/// Reads each card that NVML counts, including cards that do not respond.
 pub(super) fn readings(nvml: &Nvml) -> Vec<Reading> {
     let count = nvml.device_count().unwrap_or(0);
     (0..count)
@@ -18,7 +18,7 @@ pub(super) fn readings(nvml: &Nvml) -> Vec<Reading> {
         .collect()
 }
 
-/// A card that is there and tells nothing.
+/// Returns an empty reading for a card that does not respond.
 fn silent(number: u32, why: &NvmlError) -> Reading {
     let name = format!("NVIDIA card {number}");
     let mut reading = Reading::new(number as usize, Kind::Nvidia, name, String::new());
@@ -55,7 +55,7 @@ fn of_card(number: u32, card: &Device<'_>) -> Reading {
             r.lack(&lack(&why), &[Quantity::UtilisationPercent, Quantity::MemoryUtilisationPercent])
         }
     }
-    // Of a card without a fan its speed is asked for in vain: an argument is invalid, NVML says.
+    // NVML reports an invalid argument if the fan speed of a card without a fan is queried.
     let fan = match card.num_fans() {
         Ok(0) => Err(NvmlError::NotSupported),
         Ok(_) => card.fan_speed(0),
@@ -68,7 +68,7 @@ fn of_card(number: u32, card: &Device<'_>) -> Reading {
     reading
 }
 
-/// An answer, or none and the reason among what the reading lacks.
+/// Returns the value; on an error records the quantity as missing and returns `None`.
 fn kept<T>(reading: &mut Reading, quantity: Quantity, answer: Result<T, NvmlError>) -> Option<T> {
     answer.map_err(|why| reading.lack(&lack(&why), &[quantity])).ok()
 }
@@ -81,7 +81,7 @@ fn joules(millijoules: u64) -> f64 {
     millijoules as f64 / 1e3
 }
 
-/// The bits that are set, by name. A bit that a newer driver invents has none here.
+/// Returns the reasons whose bits are set. Unknown bits of newer drivers are ignored.
 fn reasons(bits: ThrottleReasons) -> Vec<ThrottleReason> {
     let bit = |reason| match reason {
         ThrottleReason::Idle => ThrottleReasons::GPU_IDLE,
@@ -97,7 +97,7 @@ fn reasons(bits: ThrottleReasons) -> Vec<ThrottleReason> {
     ThrottleReason::ALL.into_iter().filter(|reason| bits.contains(bit(*reason))).collect()
 }
 
-/// NVML's error as a reason, for no quantity yet.
+/// Converts an error of NVML to a [`Lack`] without quantities.
 pub(super) fn lack(error: &NvmlError) -> Lack {
     let (why, said, hint) = match error {
         NvmlError::LibloadingError(_) | NvmlError::LibraryNotFound => (

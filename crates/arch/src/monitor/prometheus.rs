@@ -1,10 +1,10 @@
-//! Readings for Prometheus, in its text format 0.0.4: a help line, a type, and a sample a device.
+//! Formats readings in Prometheus' text format 0.0.4: a help line, a type line and one sample per device.
 
 use std::fmt::Write;
 
 use super::{Reading, ThrottleReason};
 
-/// A metric's name, what it is, and its value in base units.
+/// A metric's name, type, help text, and value in base units.
 type Metric = (&'static str, &'static str, &'static str, fn(&Reading) -> Option<f64>);
 
 const METRICS: [Metric; 12] = [
@@ -47,8 +47,8 @@ fn ratio(percent: f64) -> f64 {
     percent / 100.0
 }
 
-/// What Prometheus scrapes, named `flashover_device_...`, in base units. What a device lacks has no
-/// sample; `throttled` has one a reason, 0 or 1.
+/// Formats metrics named `flashover_device_...` in base units. Missing quantities have no sample;
+/// `throttled` has one sample per reason, 0 or 1.
 pub fn prometheus(readings: &[Reading]) -> String {
     let mut text = String::new();
     for (name, kind, help, value) in METRICS {
@@ -91,7 +91,7 @@ fn sample(metric: &str, reading: &Reading, more: &str, value: f64) -> String {
     line + "\n"
 }
 
-/// A label's value, as the format would have it.
+/// Escapes a label's value.
 fn escaped(value: &str) -> String {
     value.replace('\\', r"\\").replace('"', r#"\""#).replace('\n', r"\n")
 }

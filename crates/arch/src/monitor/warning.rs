@@ -1,28 +1,28 @@
-//! What is wrong with a reading, and what to do about it.
+//! Warnings about a reading, with advice.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Kind, Reading, ThrottleReason};
 
-/// Above it a card is hot: the guides that this engine was asked to stand in for keep cards below it
-/// under load, and warn from it on.
+/// Temperature in degrees Celsius above which a card is hot. The user guides that set this engine's
+/// requirements keep cards below it under load, and warn above it.
 pub const HOT_C: u32 = 85;
 
-/// Share of its memory above which a device is about to run out of it. The guides keep 2 GB of 16 to 32
-/// free; a caching allocator fills more than that without harm, so this is less careful.
+/// Share of used memory above which a device is about to run out. The guides keep 2 GB of 16 to 32 GB
+/// free. A caching allocator fills more than that without harm, so this limit is higher.
 pub const FULL_SHARE: f64 = 0.95;
 
-/// Below it a card that works is kept waiting. The guides expect 85 to 90 % at work; between lie models
-/// that pass tokens one by one.
+/// Utilisation below which a card with work is waiting for the host. The guides expect 85 to 90 % under
+/// load; models that decode one token at a time lie between.
 pub const LOW_UTILISATION_PERCENT: f64 = 50.0;
 
-/// Share of its memory from which on a card holds a model: contexts of idle programs stay below.
+/// Smallest share of used memory that indicates a loaded model; contexts of idle programs use less.
 pub const IN_USE_SHARE: f64 = 0.05;
 
-/// Share of its highest clock from which on a card is awake.
+/// Smallest share of the highest clock at which a card is not idle.
 pub const UP_SHARE: f64 = 0.5;
 
-/// Something that costs speed or will end a program.
+/// A condition that reduces speed or may end a program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{said}\nhint: {advice}")]
 pub struct Warning {
@@ -31,14 +31,14 @@ pub struct Warning {
     pub advice: String,
 }
 
-/// What a warning is about.
+/// Kind of warning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WarningKind {
     Heat,
     MemoryPressure,
     LowUtilisation,
-    /// In JSON the reason alone.
+    /// Reduced clocks; in JSON only the reason.
     #[serde(untagged)]
     Throttled(ThrottleReason),
 }
@@ -47,7 +47,7 @@ const COOL: &str = "check fans and filters, let more air through the case, or lo
                     limit: `sudo nvidia-smi -pl WATTS`";
 
 impl Reading {
-    /// What is wrong, with advice. Nothing is assumed about what the device does not tell.
+    /// Returns problems with advice. Missing quantities cause no warnings.
     pub fn warnings(&self) -> Vec<Warning> {
         let mut all = Vec::new();
         let mut warn = |kind, said: String, advice: &str| {
@@ -87,14 +87,14 @@ impl Reading {
         all
     }
 
-    /// Of its memory, what is in use.
+    /// Returns the used share of the memory.
     pub(super) fn memory_share(&self) -> Option<f64> {
         let total = self.memory_total_bytes.filter(|bytes| *bytes > 0)?;
         Some(self.memory_used_bytes? as f64 / total as f64)
     }
 
-    /// How little a card does that has a model and something to do. One that does nothing is idle, and
-    /// the load of a CPU is not ours alone.
+    /// Returns the utilisation if it is low although a model is loaded and work runs. An idle card and a
+    /// CPU never count: other programs share the CPU.
     fn low_utilisation(&self) -> Option<f64> {
         let percent = self.utilisation_percent?;
         let clocks = f64::from(self.sm_clock_mhz?) / f64::from(self.sm_clock_max_mhz?);
@@ -109,7 +109,7 @@ impl Reading {
     }
 }
 
-/// What a reason says and asks for; none for those that are wanted.
+/// Returns the message and the advice for a reason; `None` for intended ones.
 fn throttled(
     reason: ThrottleReason,
     all: &[ThrottleReason],
@@ -118,7 +118,7 @@ fn throttled(
         ThrottleReason::Idle
         | ThrottleReason::ApplicationClocks
         | ThrottleReason::DisplayClocks => return None,
-        // NVML sets it beside the one that says why.
+        // NVML also sets it next to the bit that gives the cause.
         ThrottleReason::HardwareSlowdown
             if all.contains(&ThrottleReason::HardwareThermalSlowdown)
                 || all.contains(&ThrottleReason::PowerBrake) =>

@@ -1,4 +1,4 @@
-//! Files that are broken give an error that names the tensor and the reason, and never panic.
+//! Broken files: each gives an error with the tensor and the reason, and never a panic.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use crate::{FIXTURES, Named, fixture, save, tensors, weight_of};
 
 const STATE: &str = "linear.weight.quant_state.bitsandbytes__nf4";
 
-/// What breaks a fixture.
+/// A change that breaks a fixture.
 type Change = Box<dyn Fn(&mut Vec<Named>)>;
 
-/// What reading the linear layer says after a change to a fixture.
+/// Returns the error from reading the linear layer after a change to a fixture.
 fn refused(name: &str, change: impl Fn(&mut Vec<Named>)) -> String {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("x.safetensors");
@@ -63,7 +63,7 @@ fn drop(name: &'static str) -> Change {
     Box::new(move |tensors| tensors.retain(|(have, _)| have != name))
 }
 
-/// Changes the JSON of the state.
+/// Replaces text in the JSON of the state.
 fn state(from: &'static str, to: &'static str) -> Change {
     Box::new(move |tensors| {
         let state = tensor(tensors, STATE);
@@ -99,7 +99,7 @@ fn reversed(name: &'static str) -> Change {
     })
 }
 
-/// Changes the number that nested absmax are added to.
+/// Changes the offset of nested absmax.
 fn offset(to: &'static str) -> Change {
     Box::new(move |tensors| {
         let state = tensor(tensors, STATE);
@@ -258,7 +258,7 @@ fn int8_of_old_has_no_format() {
     ));
 }
 
-/// A file of a header and so many bytes.
+/// Writes a file with a header and `data` zero bytes, and returns the error from opening it.
 fn header(path: &Path, header: &str, data: usize) -> String {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
@@ -304,7 +304,7 @@ fn headers_that_lie() {
     ] {
         header(&path, &text, data);
     }
-    // Tensors whose lengths together overflow.
+    // The sum of the tensors' lengths overflows.
     let eighth = 1usize << 60;
     let many: Vec<_> = (0..15)
         .map(|i| format!("\"{i}\":{}", tensor(&eighth.to_string(), i * eighth, (i + 1) * eighth)))
@@ -316,14 +316,14 @@ fn headers_that_lie() {
     header(&path, &format!("{{{}}}", many.join(",")), 7);
 }
 
-/// Reads everything there is to read.
+/// Reads all weights and linear layers, and returns the first error.
 fn read_all(path: &Path) -> Result<(), Error> {
     let file = Checkpoint::open(path)?;
     let names: Vec<String> = file.names().map(String::from).collect();
     let mut first = Ok(());
     for name in names {
         let weight = file.weight(&name);
-        // What was read without an error can be written.
+        // A weight that is read without an error can be written.
         if let Ok(weight) = &weight {
             weight.tensors(&name)?;
         }
@@ -364,7 +364,7 @@ proptest! {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("x.safetensors");
         fs::write(&path, bytes).expect("written");
-        // A weight that is read is consistent: `read_all` writes it again.
+        // A weight that can be read is consistent, so it can be written.
         if let Ok(file) = Checkpoint::open(&path)
             && let Ok(weight) = file.weight(weight_of(name)[0])
         {

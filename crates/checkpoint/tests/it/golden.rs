@@ -1,4 +1,4 @@
-//! What bitsandbytes wrote gives the numbers that bitsandbytes makes of it, and is written as it was.
+//! Files of bitsandbytes: they dequantise to the same numbers as in bitsandbytes, and are written back unchanged.
 
 use std::cell::Cell;
 
@@ -36,12 +36,12 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Whether a GPU quantized it, which differs from the reference in nothing here.
+/// Returns true for a fixture that was quantised on a GPU; these match the reference exactly.
 fn on_cuda(name: &str) -> bool {
     name.starts_with("cuda_")
 }
 
-/// Runs `check` on every weight of 4 bits, with what it was made of.
+/// Runs `check` on every 4-bit weight, with its original values.
 fn each_four_bit(check: impl Fn(&str, &FourBit<'_>, &[f32])) {
     for name in FIXTURES.iter().filter(|name| !name.ends_with("int8")) {
         let file = open(name);
@@ -74,7 +74,7 @@ fn four_bits_decode_to_the_same_numbers() {
         assert_eq!((want.dtype, &want.shape), (weight.layout.dtype, &weight.layout.shape));
         let encoded = reference_dtype(want.dtype).encode(&decode(weight, &weight.codes));
         let got = values(&Tensor::new(want.dtype, &want.shape, encoded));
-        // Some of bitsandbytes' code decodes FP4's 8 to -0, where the map has 0.
+        // Some code of bitsandbytes decodes FP4's code 8 to -0, but the codebook has 0.
         let plus_zero =
             |values: Vec<f32>| bits(&values.iter().map(|v| v + 0.0).collect::<Vec<_>>());
         assert_eq!(plus_zero(got), plus_zero(values(&want)), "{name}");
@@ -96,7 +96,7 @@ fn quantizing_again_gives_the_same_bytes() {
     each_four_bit(|name, weight, original| {
         let blocks = format(weight).quantize(original, weight.layout.block_size).expect("finite");
         match weight.layout.quant_type {
-            // On the CPU the two zeros have the other sign; nothing else differs.
+            // On the CPU the two zeros have the opposite sign; nothing else differs.
             WeightFormat::Fp4 if !on_cuda(name) => assert_eq!(
                 bits(&decode(weight, &blocks.codes)),
                 bits(&decode(weight, &weight.codes)),
@@ -105,7 +105,7 @@ fn quantizing_again_gives_the_same_bytes() {
             _ => assert!(blocks.codes == weight.codes[..], "{name}"),
         }
         if let Absmax::Plain(absmax) = &weight.absmax {
-            // On the CPU a short last block of zeros has 1e-38, which is subnormal.
+            // On the CPU a short last block of zeros has an absmax of 1e-38, which is subnormal.
             let absmax: Vec<f32> =
                 absmax.iter().map(|a| if a.is_subnormal() { 0.0 } else { *a }).collect();
             assert_eq!(bits(&blocks.absmax), bits(&absmax), "{name}");
@@ -113,8 +113,8 @@ fn quantizing_again_gives_the_same_bytes() {
     });
 }
 
-/// The mean is torch's to an ulp or two. The codes are the nearest but for the table of 65536 places in which
-/// bitsandbytes finds them on the CPU: there a value may be half a place off. On a GPU they are the nearest.
+/// Compares nested absmax. The mean matches torch's to an ulp or two. On a GPU bitsandbytes uses the nearest codes. On
+/// the CPU it looks them up in a table of 65536 places, so a value may be off by half a place.
 #[test]
 fn nesting_again_differs_by_the_table_of_the_cpu() {
     const PLACE: f32 = 2.0 / 65535.0;

@@ -1,4 +1,4 @@
-//! Kills while a folder is saved: it is the old one or the new one, and the next writer clears what is left.
+//! Kills during a save: the folder is the old one or the new one, and the next writer removes the remains.
 
 use std::fs;
 use std::path::Path;
@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use checkpoint::{DType, Plan, Staged, Tensor, Writer};
 
-/// Names the folder to the process that is killed.
+/// Environment variable that names the folder to the process that is killed.
 const TARGET: &str = "FLASHOVER_SAVED_FOLDER";
 const KILLS: u64 = 200;
 
-/// Writes one generation: a config and weights that both name it.
+/// Writes one generation: a config and weights that both contain its number.
 fn save(folder: &mut Staged, generation: u32) {
     fs::write(folder.path().join("config.json"), generation.to_string()).expect("writable");
     let tensor = Tensor::new(DType::F32, &[5000], generation.to_le_bytes().repeat(5000));
@@ -24,7 +24,7 @@ fn save(folder: &mut Staged, generation: u32) {
     folder.publish().expect("nobody else writes it");
 }
 
-/// The generation that all files are of.
+/// Checks that all files are of one generation and returns it.
 fn saved(folder: &Path) -> u32 {
     let config = fs::read_to_string(folder.join("config.json")).expect("there is always one");
     let file = checkpoint::Checkpoint::open(folder).expect("whole");
@@ -34,7 +34,7 @@ fn saved(folder: &Path) -> u32 {
     generation
 }
 
-/// Is the process that is killed: saves one generation after the other.
+/// The process that is killed: saves one generation after another.
 #[test]
 fn saves_until_it_is_killed() {
     let Some(target) = std::env::var_os(TARGET) else { return };
@@ -57,7 +57,7 @@ fn a_kill_leaves_the_old_folder_or_the_new_one() {
             .stdout(Stdio::null())
             .spawn()
             .expect("it runs");
-        // Until it saves, and then to any moment of the next few saves.
+        // Waits until it saves, then for any moment of the next few saves.
         let staging = parent.path().join(".out.flashover-new");
         for _ in 0..10_000 {
             if staging.join("model.safetensors").exists() {

@@ -1,4 +1,4 @@
-//! Checkpoints as files: what bitsandbytes wrote, what we write, and what is broken.
+//! Tests with files from bitsandbytes, with our own files and with broken files.
 
 mod bad;
 mod golden;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use checkpoint::{Checkpoint, DType, Error, Plan, Tensor, Writer};
 
-/// Every fixture but the text of floats.
+/// Names of all fixtures with tensors.
 const FIXTURES: [&str; 18] = [
     "cuda_fp4_nested",
     "cuda_int8",
@@ -32,7 +32,7 @@ const FIXTURES: [&str; 18] = [
     "nf4_zeros",
 ];
 
-/// A tensor by its name.
+/// A tensor with its name.
 type Named = (String, Tensor<'static>);
 
 fn fixture(name: &str) -> PathBuf {
@@ -47,14 +47,14 @@ fn owned(tensor: Tensor<'_>) -> Tensor<'static> {
     Tensor::new(tensor.dtype, &tensor.shape, tensor.bytes.into_owned())
 }
 
-/// All tensors of a fixture.
+/// Reads all tensors of a fixture.
 fn tensors(name: &str) -> Vec<Named> {
     let file = open(name);
     let named = |name: &str| (name.to_owned(), owned(file.tensor(name).expect("listed")));
     file.names().map(named).collect()
 }
 
-/// Writes tensors as they are, right or wrong.
+/// Writes tensors without checking them.
 fn save(path: &Path, tensors: &[Named]) -> Result<(), Error> {
     let plan = tensors.iter().map(|(name, tensor)| Plan::new(name, tensor.dtype, &tensor.shape));
     let mut writer = Writer::create(path, plan)?;
@@ -62,7 +62,7 @@ fn save(path: &Path, tensors: &[Named]) -> Result<(), Error> {
     writer.finish()
 }
 
-/// The name of the weight in a fixture, and of the tensors that tell what it is.
+/// Returns the names of the weight, the original values and the dequantised values in a fixture.
 fn weight_of(fixture: &str) -> [&'static str; 3] {
     if fixture == "experts" {
         ["experts.gate_up_proj", "original.experts", "dequantized.experts"]

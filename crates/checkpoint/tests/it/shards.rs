@@ -1,4 +1,4 @@
-//! Folders of shards.
+//! Sharded checkpoints.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use checkpoint::{Checkpoint, DType, Error, Tensor, Weight};
 
 use crate::{save, tensors};
 
-/// A folder with the tensors of a fixture in two shards, in turn.
+/// Writes the tensors of a fixture alternately into two shards.
 fn sharded(folder: &Path) -> Vec<crate::Named> {
     let all = tensors("nf4_nested");
     let mut map = Vec::new();
@@ -37,7 +37,7 @@ fn a_weight_is_found_in_several_shards() {
     }
 }
 
-/// A model that was saved again, whole, keeps the index and the shards of before.
+/// A model that was saved again as a single file still has the index and the shards of the first save.
 #[test]
 fn a_whole_file_comes_before_an_older_index() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -84,7 +84,7 @@ fn an_index_is_checked() {
     }
     let moved = text.replacen("model-1-of-2", "model-2-of-2", 1);
     assert!(matches!(open(&moved), Error::Misplaced { tensors, .. } if tensors.len() == 1));
-    // Swapped, each shard lacks what the other one has.
+    // With the shards swapped, each lacks the tensors of the other.
     let swapped = text.replace("model-1-of-2", "x").replace("model-2-of-2", "model-1-of-2");
     let said = open(&swapped.replace("\"x", "\"model-2-of-2")).to_string();
     for (at, (name, _)) in all.iter().enumerate() {
@@ -99,7 +99,7 @@ fn an_index_is_checked() {
     assert!(said.starts_with(&head), "{said}");
 }
 
-/// As if it were a single file, whose tensors are all there.
+/// Unlisted tensors are included, as in a single file.
 #[test]
 fn tensors_that_no_index_lists_are_there() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -121,7 +121,7 @@ fn a_tensor_of_two_shards_is_refused_by_both() {
     let all = sharded(folder.path());
     let shard = |number| folder.path().join(format!("model-{number}-of-2.safetensors"));
     let second: Vec<_> = all.iter().skip(1).step_by(2).cloned().collect();
-    // One that the index has in the first shard, then one that it has nowhere.
+    // First a tensor that the index lists in the first shard, then one that it does not list.
     save(&shard(2), &[&second[..], &all[..1]].concat()).expect("written");
     let said = Checkpoint::open(folder.path()).expect_err("twice").to_string();
     let [one, two] = [1, 2].map(|number| shard(number).display().to_string());
@@ -146,7 +146,7 @@ fn a_folder_without_a_model_is_named() {
     assert!(Checkpoint::open(folder.path().join("x.safetensors")).is_err());
 }
 
-/// What is released counts no more, as `/proc` has it, and reads as before.
+/// A released tensor no longer counts in `/proc`, and reads unchanged.
 #[test]
 fn released_tensors_leave_memory_and_read_again() {
     let folder = tempfile::tempdir().expect("temporary folder");

@@ -1,4 +1,4 @@
-//! Files that are written a tensor at a time.
+//! Files written one tensor at a time.
 
 use std::fs;
 
@@ -17,7 +17,7 @@ fn reason(error: Error) -> Reason {
     }
 }
 
-/// Quantizes values as a streaming caller would.
+/// Quantises values like a streaming caller.
 fn four_bit(layout: Layout, values: &[f32]) -> FourBit<'static> {
     let format = match layout.quant_type {
         WeightFormat::Nf4 => reference::FourBit::Nf4,

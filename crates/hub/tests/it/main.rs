@@ -1,4 +1,4 @@
-//! Downloads, from a server on this machine.
+//! Downloads from a local test server.
 
 mod server;
 mod transfer;
@@ -18,7 +18,7 @@ fn demo() -> BTreeMap<String, Vec<u8>> {
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"))
 }
 
-/// What the demo model is loaded from, the weights last.
+/// Files of the demo model in download order, weights last.
 const FILES: [&str; 5] = [
     "config.json",
     "generation_config.json",
@@ -31,7 +31,7 @@ fn name(text: &str) -> ModelName {
     text.parse().expect("a name")
 }
 
-/// Asks again soon, and waits long enough for a machine that is at work.
+/// Short pauses between retries, and timeouts long enough for a busy machine.
 const QUICK: Patience = Patience {
     connect: Duration::from_secs(10),
     stall: Duration::from_secs(10),
@@ -40,7 +40,7 @@ const QUICK: Patience = Patience {
     pause: Duration::from_millis(5),
 };
 
-/// A server with the demo model and a cache of its own.
+/// A server with the demo model, and an empty cache.
 struct Place {
     server: Server,
     dir: tempfile::TempDir,
@@ -78,7 +78,7 @@ impl Place {
     }
 }
 
-/// Lets nothing come of a file from that byte on, so many times. They are counted down.
+/// Cuts off a file at byte `at`, in `times` answers. Returns the counter of remaining cuts.
 fn cutting(name: &'static str, at: usize, times: usize) -> (Arc<AtomicUsize>, Whim) {
     let left = Arc::new(AtomicUsize::new(times));
     let count = Arc::clone(&left);
@@ -92,7 +92,7 @@ fn cutting(name: &'static str, at: usize, times: usize) -> (Arc<AtomicUsize>, Wh
     (left, Box::new(whim))
 }
 
-/// Where a range begins.
+/// Returns the first byte of a range.
 fn first(range: &str) -> usize {
     let from = range.strip_prefix("bytes=").and_then(|range| range.strip_suffix('-'));
     from.and_then(|from| from.parse().ok()).expect("bytes=N-")
@@ -127,7 +127,7 @@ fn a_model_comes_whole_once_and_nothing_else_comes() {
     assert_eq!(place.offline(&by_commit).expect("is there"), folder);
 }
 
-/// Folders, files and what links lead to, from a folder on.
+/// Lists files below a folder, with the targets of links.
 fn tree(folder: &Path) -> BTreeMap<PathBuf, Option<PathBuf>> {
     let mut found = BTreeMap::new();
     let mut open = vec![folder.to_owned()];
@@ -276,7 +276,7 @@ fn what_cannot_come_says_why() {
 #[test]
 fn no_network_is_said() {
     let dir = tempfile::tempdir().expect("temporary folder");
-    // Bound and given back: nobody listens there.
+    // The listener is dropped, so the port is closed.
     let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr());
     let closed = format!("http://{}", port.expect("a free port"));
     for endpoint in [closed.as_str(), "no address"] {

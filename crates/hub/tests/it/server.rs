@@ -1,4 +1,4 @@
-//! A Hub of one thread, with the models that a test gives it.
+//! A single-threaded test Hub that serves the models of a test.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,40 +8,40 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// The commit that every revision stands for.
+/// The commit of every revision.
 pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What the server does beside answering.
+/// Special behaviour of the server.
 #[derive(Default)]
 pub(crate) struct Manners {
-    /// Its files go to those alone who bring this token.
+    /// Token that is required for files.
     pub(crate) token: Option<&'static str>,
-    /// A file of which nothing comes from that byte on.
+    /// File that is cut off at a byte.
     pub(crate) cut: Option<(&'static str, usize)>,
-    /// What it does otherwise.
+    /// Other changes to answers.
     pub(crate) whim: Option<Whim>,
 }
 
-/// Changes an answer before it goes out.
+/// A closure that changes an answer before it is sent.
 pub(crate) type Whim = Box<dyn FnMut(&Asked, &mut Reply) + Send>;
 
-/// What a client asks for.
+/// A request.
 pub(crate) struct Asked {
     pub(crate) method: String,
     pub(crate) path: String,
-    /// By names in small letters.
+    /// Headers by name in lower case.
     pub(crate) headers: BTreeMap<String, String>,
 }
 
-/// What goes back.
+/// An answer.
 pub(crate) struct Reply {
     pub(crate) status: &'static str,
-    /// Without one that is empty.
+    /// Headers; empty ones are not sent.
     pub(crate) headers: BTreeMap<&'static str, String>,
     pub(crate) body: Vec<u8>,
-    /// How much of the body comes; all without.
+    /// Number of bytes of the body to send; all if `None`.
     pub(crate) sent: Option<usize>,
-    /// Whether nothing comes after that, not even an end.
+    /// True if the connection then stays open without further bytes.
     pub(crate) stalls: bool,
 }
 
@@ -50,7 +50,7 @@ pub(crate) type Models = BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>;
 
 pub(crate) struct Server {
     pub(crate) endpoint: String,
-    /// What was asked for: method and address.
+    /// Requests so far: method and path.
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -63,14 +63,14 @@ impl Server {
         let mut hub = Answers { models, manners, endpoint: address, asked: log, held: Vec::new() };
         thread::spawn(move || {
             for stream in listener.incoming() {
-                // A client that goes away is none of the server's.
+                // A client may close its connection early.
                 stream.and_then(|stream| hub.serve(stream)).ok();
             }
         });
         Self { endpoint, asked }
     }
 
-    /// Files that were sent, in whole or in part, since the last call.
+    /// Returns the files requested since the last call, without those in separate storage.
     pub(crate) fn sent(&self) -> Vec<String> {
         let asked = std::mem::take(&mut *self.asked.lock().expect("no test panics with it"));
         let file = |line: &String| {
@@ -82,7 +82,7 @@ impl Server {
     }
 }
 
-/// The files of a folder.
+/// Reads the files of a folder.
 pub(crate) fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("listed"));
     entries
@@ -183,12 +183,12 @@ impl Answers {
         let Some((model, name, bytes)) = found else { return absent() };
         let bearer =
             asked.headers.get("authorization").and_then(|value| value.strip_prefix("Bearer "));
-        // Storage knows no tokens: an address of it says that one was there.
+        // Storage checks no tokens: its address proves that the Hub checked one.
         if !is_stored && self.manners.token.is_some_and(|token| bearer != Some(token)) {
             return Reply::bare("401 Unauthorized");
         }
         let etag = format!("{}-{}", model.replace('/', "-"), name.replace('.', "-"));
-        // Large files lie elsewhere, as the Hub has it.
+        // Large files are in separate storage, as on the Hub.
         if name.ends_with(".safetensors") && !is_stored {
             let headers = [
                 ("Location", format!("{}/stored{path}", self.endpoint)),

@@ -1,4 +1,4 @@
-//! How bytes come: in pieces, late, twice or wrong.
+//! Transfers in pieces, late, repeated or with wrong data.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -17,19 +17,20 @@ use crate::{Place, QUICK, cutting, demo, name, refused};
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// How the test server names the weights.
+/// ETag of the weights on the test server.
 const ETAG: &str = "owner-demo-model-safetensors";
 
 fn sum(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Weights from where they lie, not where they are sent on from.
+/// Returns true for a request of the weights from storage, not for the redirected one.
 fn is_weights(asked: &Asked) -> bool {
     asked.method == "GET" && asked.path.starts_with("/stored/") && asked.path.ends_with(WEIGHTS)
 }
 
-/// Answers of the weights are changed by `whim`, which hears how many there were; and their ranges.
+/// Makes a place whose answers with weights are changed by `whim`, which gets their number so far. Also returns the
+/// requested ranges.
 fn weights(
     mut whim: impl FnMut(usize, &Asked, &mut Reply) + Send + 'static,
 ) -> (Place, Arc<Mutex<Vec<String>>>) {
@@ -49,19 +50,19 @@ fn taken(ranges: &Mutex<Vec<String>>) -> Vec<String> {
     std::mem::take(&mut ranges.lock().expect("no test panics with it"))
 }
 
-/// Where there is a part of the weights.
+/// Returns the path of the partial weights.
 fn incomplete(place: &Place, etag: &str) -> PathBuf {
     place.cache().join("models--owner--demo/blobs").join(format!("{etag}.incomplete"))
 }
 
-/// Leaves a part of the weights, as a download that broke off.
+/// Writes partial weights, like an interrupted download.
 fn leave(place: &Place, etag: &str, bytes: &[u8]) {
     let path = incomplete(place, etag);
     fs::create_dir_all(path.parent().expect("a folder")).expect("made");
     fs::write(path, bytes).expect("written");
 }
 
-/// The weights are there as they are to be, and nothing is left beside them.
+/// Asserts that the download succeeds, the weights are correct and no partial file is left.
 fn came(place: &Place) {
     let folder = place.model("owner/demo").expect("downloads");
     assert!(fs::read(folder.join(WEIGHTS)).expect("there") == demo()[WEIGHTS]);
@@ -70,7 +71,7 @@ fn came(place: &Place) {
     assert_eq!(names.filter(|name| name.ends_with(".incomplete")).count(), 0);
 }
 
-/// An answer that cannot be used, of which nothing is left.
+/// Asserts that the download fails with an unusable answer and leaves nothing.
 fn unusable(place: &Place, etag: &str, word: &str) {
     let error = refused(place.model("owner/demo"));
     assert!(matches!(error, HubError::Answer { .. }), "{error}");
@@ -169,7 +170,7 @@ fn a_leftover_as_long_as_the_file_is_not_taken_for_it() {
     }
 }
 
-/// Weights that the server names by a sum.
+/// Makes a place whose server sends `etag` for the weights.
 fn named(etag: String) -> Place {
     Place::whim(move |asked, reply| {
         if asked.path.ends_with(WEIGHTS) {
@@ -209,7 +210,7 @@ fn a_part_that_is_whole_is_not_downloaded_again() {
     assert!(!place.server.sent().iter().any(|file| file == WEIGHTS));
 }
 
-/// A server whose listing says `sum` of the weights.
+/// Makes a place whose server lists the checksum `sum` for the weights.
 fn listed(sum: String, etag: Option<String>) -> Place {
     Place::whim(move |asked, reply| {
         if asked.path.starts_with("/api/") {
@@ -242,7 +243,7 @@ fn a_file_of_another_length_is_refused() {
         reply.headers.insert("Content-Length", "1000".to_owned());
     });
     unusable(&place, ETAG, "Content-Length");
-    // Nothing says how long it is.
+    // No header gives the length.
     let (place, _) = weights(|_, _, reply| {
         reply.body.push(0);
         reply.headers.remove("Content-Length");
@@ -270,7 +271,7 @@ fn a_part_is_kept_from_an_answer_that_says_nothing_of_the_file() {
     assert_eq!(fs::metadata(incomplete(&place, ETAG)).expect("kept").len(), 1000);
 }
 
-/// A listing of names alone, and answers that have lengths or none.
+/// Makes a place whose listing has only names, and whose answers have lengths or not.
 fn unlisted(has_lengths: bool) -> Place {
     Place::whim(move |asked, reply| {
         if asked.path.starts_with("/api/") {
@@ -302,7 +303,7 @@ fn what_is_packed_is_no_file() {
     }
 }
 
-/// A server that answers so for the first times, and how often it was asked for the listing.
+/// Makes a place whose server fails the first `times` requests of the listing, and returns their counter.
 fn failing(
     status: &'static str,
     retry_after: &'static str,
@@ -344,7 +345,7 @@ fn a_server_that_is_at_its_limit_is_asked_again() {
     assert_eq!(taken(&ranges).len(), 3);
 }
 
-/// What a download comes to, once it does.
+/// Starts a download on a thread; its result arrives at the receiver.
 fn started(place: &Place, patience: Patience) -> mpsc::Receiver<Result<PathBuf, HubError>> {
     let (done, result) = mpsc::channel();
     let hub = place.hub(None).with_patience(patience);
@@ -365,10 +366,10 @@ fn who_says_when_is_asked_then() {
     assert_eq!(asked.load(Ordering::SeqCst), 1);
 }
 
-/// Waits for little.
+/// A short timeout and one retry.
 const SHORT: Patience = Patience { stall: Duration::from_millis(300), tries: 2, ..QUICK };
 
-/// Fails within seconds, not with the default's half minute or never.
+/// Asserts that a stalled download fails within seconds, not after the default half minute or never.
 fn soon(place: &Place) -> HubError {
     let result = started(place, SHORT).recv_timeout(Duration::from_secs(8)).expect("in time");
     let error = refused(result);
@@ -387,7 +388,7 @@ fn a_server_that_stalls_is_left() {
         unreached(&soon(&place));
     }
     let (place, ranges) = weights(|_, _, reply| {
-        // One byte of each answer, and no second.
+        // Sends one byte of each answer and then stalls.
         (reply.stalls, reply.sent) = (true, Some(1));
     });
     let error = soon(&place);
@@ -395,7 +396,7 @@ fn a_server_that_stalls_is_left() {
     assert_eq!(taken(&ranges), ["", "bytes=1-"]);
 }
 
-/// No answer came at all.
+/// Asserts that no answer arrived.
 fn unreached(error: &HubError) {
     assert!(matches!(error, HubError::Unreachable { .. }), "{error}");
 }
@@ -422,7 +423,7 @@ fn a_connection_that_closes_without_an_answer_is_tried_again() {
     thread::spawn(move || {
         for stream in listener.incoming() {
             count.fetch_add(1, Ordering::SeqCst);
-            // Read first, or the system answers with a reset in place of an end.
+            // Read first, else the system sends a reset instead of an orderly end.
             stream.and_then(|mut stream| stream.read(&mut [0; 4096])).ok();
         }
     });
@@ -454,7 +455,7 @@ fn two_programs_do_not_write_one_file() {
     let error = refused(place.model("owner/demo"));
     assert!(matches!(error, HubError::Busy { .. }), "{error}");
     assert!(!place.server.sent().iter().any(|file| file == WEIGHTS));
-    // Whoever has it is waited for.
+    // A download waits for the holder of the lock.
     let other = thread::spawn(move || {
         thread::sleep(Duration::from_millis(300));
         drop(lock);

@@ -1,4 +1,4 @@
-//! What a server may not do: write elsewhere, have a token that is another's, lead astray.
+//! Limits of a malicious server: it cannot write elsewhere, get another server's token, or redirect to bad addresses.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use hub::HubError;
 use crate::server::{Asked, Manners, Reply, Server};
 use crate::{FILES, Models, Place, demo, files, name, refused, tree};
 
-/// Requests to one server: address and token.
+/// Requests to one server: path and token.
 type Seen = Arc<Mutex<Vec<(String, Option<String>)>>>;
 
-/// A copy for a whim to write to.
+/// Returns a log of requests, and a closure that writes to it.
 fn seen() -> (Seen, impl FnMut(&Asked) + Send) {
     let seen = Seen::default();
     let own = Arc::clone(&seen);
@@ -34,7 +34,7 @@ fn answer(result: Result<PathBuf, HubError>, word: &str) {
     assert!(error.to_string().contains(word), "{word:?} is not in {error}");
 }
 
-/// Whether a path lies where no file of the model has to be.
+/// Returns true if a path is outside the folders of the model.
 fn is_astray(path: &PathBuf) -> bool {
     let homes = ["hub/models--owner--demo", "hub/.locks"].map(Path::new);
     !homes.iter().any(|home| path.starts_with(home) || home.starts_with(path))
@@ -74,7 +74,7 @@ fn a_commit_that_is_a_path_is_none() {
     }
 }
 
-/// A Hub whose large files lie at another server.
+/// Makes a Hub whose large files are on another server.
 fn two(
     mut storage: impl FnMut(&Asked, &mut Reply) + Send + 'static,
 ) -> (Place, Seen, Seen, Server) {

@@ -1,4 +1,4 @@
-//! Files that are not what their names say.
+//! Files with wrong contents.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use text::{ChatTemplate, Error, SpecialTokens, Tokenizer};
 
 use crate::{FIXTURES, fixture};
 
-/// A message, of which the last line is the only hint.
+/// Checks that the last line of a message is its only hint, and returns the message.
 fn hinted(error: &Error) -> String {
     let text = error.to_string();
     let last = text.lines().last().unwrap_or_default();
@@ -33,7 +33,7 @@ fn what_is_no_tokenizer_is_refused() {
     }
 }
 
-/// A file of `bytes` of which a part is another.
+/// Opens the tokenizer of `bytes` with one part replaced.
 fn with(part: &str, value: &Value) -> Result<Tokenizer, Error> {
     let text = fs::read_to_string(fixture("bytes/tokenizer.json")).expect("a fixture");
     let mut json: Value = serde_json::from_str(&text).expect("make.py writes it");
@@ -43,7 +43,7 @@ fn with(part: &str, value: &Value) -> Result<Tokenizer, Error> {
     Tokenizer::open(file.path())
 }
 
-/// Most of these make the `tokenizers` crate panic, where it is opened or where a text is encoded.
+/// Most of these make the `tokenizers` crate panic, on open or on encoding a text.
 #[test]
 fn a_damaged_tokenizer_is_refused() {
     let text = fs::read_to_string(fixture("bytes/tokenizer.json")).expect("a fixture");
@@ -84,7 +84,7 @@ fn a_damaged_tokenizer_is_refused() {
     }
 }
 
-/// Stages that make many letters of one, of letters that opening tries and of others.
+/// Stages that replace one letter by many, both for letters of the probe text and for others.
 #[test]
 fn a_tokenizer_that_multiplies_a_text_is_refused() {
     let replace = |from: &str, to: &str| json!({ "type": "Replace", "pattern": { "String": from }, "content": to });
@@ -148,7 +148,7 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
     }
 }
 
-/// Tokens and parts of a model whose time is the square of their length.
+/// Tokens and parts of a model with time quadratic in their length.
 #[test]
 fn a_tokenizer_that_takes_long_is_refused() {
     let added = |content: String| json!([{ "id": 420, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true }]);
@@ -193,14 +193,14 @@ fn a_tokenizer_that_takes_long_is_refused() {
         .map(|id: u32| id.to_string())
         .zip(tokens("a", 8).into_iter().map(|content| json!({ "content": content })))
         .collect();
-    // Each of which is looked up among the others.
+    // Each token is looked up among the others.
     let config = json!({ "extra_special_tokens": tokens("b", 8), "added_tokens_decoder": many });
     assert_eq!(open(config).expect("many tokens").tokens(), 200_424);
     let error = open(json!({ "extra_special_tokens": tokens("b", 50) })).expect_err("more tokens");
     assert!(hinted(&error).contains("its added tokens are too many or too long"), "{error}");
 }
 
-/// What the text that opening tries does not meet.
+/// Panics that the probe text on open does not trigger.
 #[test]
 fn a_panic_at_a_later_text_is_an_error() {
     let replace = json!({ "type": "Replace", "pattern": { "Regex": "(?=q)" }, "content": "x" });
@@ -212,7 +212,7 @@ fn a_panic_at_a_later_text_is_an_error() {
     assert_eq!(tokenizer.encode("no such letter", false).expect("as before"), plain);
 }
 
-/// Bytes of a file that are others are an error or a tokenizer, and no panic.
+/// A file with changed bytes gives an error or a tokenizer, and no panic.
 #[test]
 fn bytes_that_flip_give_an_error_or_a_tokenizer() {
     let file = tempfile::NamedTempFile::new().expect("a file for the test");
@@ -265,7 +265,7 @@ fn a_config_of_another_form_is_refused() {
     fs::write(&path, r#"{"chat_template": null, "bos_token": null, "model_max_length": 1e30}"#)
         .expect("written");
     assert!(ChatTemplate::open(folder.path()).expect("nothing wrong").is_none());
-    // Whose file has no bytes of a text at all.
+    // The file is not UTF-8.
     fs::write(&path, b"\xff").expect("written");
     let error = ChatTemplate::open(folder.path()).expect_err("no text");
     assert!(matches!(error, Error::Read { .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Templates that nest: an error or a text, and never a stack that overflows.
+//! Nested templates: an error or a text, and never a stack overflow.
 
 use serde_json::json;
 use text::{ChatTemplate, Error, Prompt, SpecialTokens};
@@ -8,7 +8,7 @@ fn render(source: &str) -> Result<String, Error> {
     template.render(&Prompt { messages: json!([]), ..Prompt::default() })
 }
 
-/// Renders a source made of so many pieces, from few to more than are read.
+/// Renders sources of different sizes, from few pieces to more than the limit.
 fn grown(source: impl Fn(usize) -> String) {
     for pieces in [200, 2_000, 4_000, 20_000, 130_000] {
         if let Err(why) = render(&source(pieces)) {
@@ -56,7 +56,7 @@ fn long_chains_of_operators_are_bounded() {
     assert_eq!(render(&format!("{{{{ 1{} }}}}", "+1".repeat(1000))).expect("short"), "1001");
 }
 
-/// A namespace is the only value that can change, and so that could hold itself.
+/// A namespace is the only mutable value, so only it could contain itself.
 #[test]
 fn no_value_holds_itself() {
     for (sets, name) in [
@@ -144,7 +144,7 @@ fn deep_values_are_bounded() {
     }
 }
 
-/// A text without end, and one of a value that holds itself twice over.
+/// Text of a value that contains the same list twice at each level.
 #[test]
 fn long_texts_are_bounded() {
     let twice =
@@ -153,7 +153,7 @@ fn long_texts_are_bounded() {
     assert!(why.contains("take over 67108864 steps"), "{why}");
 }
 
-/// The checks leave templates as they are otherwise.
+/// The checks do not change the results of valid templates.
 #[test]
 fn checks_do_not_show() {
     for (source, text) in [

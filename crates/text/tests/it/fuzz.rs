@@ -1,6 +1,6 @@
-//! Any template and any tokenizer: a text or an error, without a panic, an abort or a hang.
+//! Random templates and tokenizers: a text or an error, without a panic, an abort or a hang.
 //!
-//! `PROPTEST_CASES` is the number of cases of each test, if it is set.
+//! `PROPTEST_CASES` sets the number of cases of each test.
 
 use std::fs;
 use std::path::Path;
@@ -18,10 +18,10 @@ use crate::jinja::{clock, published};
 use crate::mutated::{edit, messages, mutated, part, value};
 use crate::{FIXTURES, fixture};
 
-/// Time of a case.
+/// Time limit of a case.
 const MOST: Duration = Duration::from_secs(20);
 
-/// Pieces of templates, of which most orders are none.
+/// Pieces of templates; most sequences of them are invalid.
 pub(crate) const PIECES: [&str; 48] = [
     "{{ ",
     " }}",
@@ -78,7 +78,7 @@ fn cases(usual: u32) -> ProptestConfig {
     ProptestConfig::with_cases(cases.unwrap_or(usual))
 }
 
-/// Runs a case, which panics where it takes too long.
+/// Runs a case, and panics if it takes too long.
 pub(crate) fn timed(case: impl FnOnce() + Send + 'static) {
     let (done, end) = mpsc::channel();
     let thread = thread::spawn(move || {
@@ -91,7 +91,7 @@ pub(crate) fn timed(case: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// The result, whose error has one hint.
+/// Returns the value; an error must have exactly one hint.
 pub(crate) fn hinted<T>(result: Result<T, Error>) -> Option<T> {
     if let Err(why) = &result {
         assert_eq!(why.to_string().matches("\nhint: ").count(), 1, "{why}");
@@ -99,7 +99,7 @@ pub(crate) fn hinted<T>(result: Result<T, Error>) -> Option<T> {
     result.ok()
 }
 
-/// Renders a prompt by itself and with its marks.
+/// Renders a prompt without and with its marks.
 fn render(template: &ChatTemplate, prompt: &Prompt) {
     let text = hinted(template.render(prompt));
     let marked = hinted(template.render_marked(prompt));
@@ -114,7 +114,7 @@ fn render(template: &ChatTemplate, prompt: &Prompt) {
     }
 }
 
-/// Encodes and decodes some text.
+/// Encodes and decodes some texts.
 fn encode(tokenizer: Tokenizer) {
     for text in ["The quick brown fox", "<|begin|>é\u{301} \0 日本 🦀\r\n\t  <|end|>▁</s>12345", ""]
     {
@@ -146,7 +146,7 @@ proptest! {
         });
     }
 
-    /// Statements that are whole, so that more of them run.
+    /// Complete statements, so that more of them run.
     #[test]
     fn templates_of_any_statements(at in vec((0usize..8, 0usize..6), 0..12)) {
         let values = ["ns", "[ns.a]", "ns.a", "[ns.a, ns.a]", "messages", "{'k': ns.a}"];
@@ -171,7 +171,7 @@ proptest! {
         });
     }
 
-    /// Published templates with pieces that are gone, there twice, or another's.
+    /// Published templates with pieces that are removed, duplicated, or from another template.
     #[test]
     fn templates_that_are_cut(
         at in (any::<usize>(), any::<usize>()),
@@ -211,7 +211,7 @@ proptest! {
         });
     }
 
-    /// Files next to a tokenizer, whose tokens it has or takes.
+    /// Files with tokens next to a tokenizer; the tokenizer has them or adds them.
     #[test]
     fn folders_with_any_values(at in any::<usize>(), edits in vec((any::<usize>(), edit()), 1..6), text in value()) {
         let mut folders = folders();
@@ -238,7 +238,7 @@ proptest! {
         });
     }
 
-    /// Values of a file that are others of it, or none.
+    /// Tokenizer files whose values are replaced by other values of the file.
     #[test]
     fn tokenizers_with_other_values(name in 0..FIXTURES.len(), cuts in vec(any::<(u16, u16)>(), 1..4)) {
         let mut file = json_of(&fixture(FIXTURES[name]).join("tokenizer.json"));
@@ -309,7 +309,7 @@ fn json_of(path: &Path) -> Value {
     serde_json::from_str(&text).expect("make.py writes it")
 }
 
-/// Templates of trl, and of the fixtures.
+/// Returns the templates of trl and of the fixtures.
 fn sources() -> &'static [String] {
     static SOURCES: OnceLock<Vec<String>> = OnceLock::new();
     SOURCES.get_or_init(|| {
@@ -323,7 +323,7 @@ fn special() -> SpecialTokens {
     SpecialTokens { bos, eos, ..SpecialTokens::default() }
 }
 
-/// Files of folders, by their names.
+/// Returns the files of each test folder, by name.
 fn folders() -> Vec<Map<String, Value>> {
     let named = json_of(&fixture("templates/folders.json"));
     let mut folders: Vec<Map<String, Value>> = children(&named)

@@ -1,4 +1,4 @@
-//! Published templates and single expressions, as Python renders them.
+//! Published templates and single expressions, compared with Python.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use time::{Date, Month, OffsetDateTime};
 
 use crate::fixture;
 
-/// `trl.json.gz`.
+/// Contents of `trl.json.gz`.
 #[derive(Deserialize)]
 pub(crate) struct Published {
     special: BTreeMap<String, String>,
@@ -28,7 +28,7 @@ pub(crate) struct Conversation {
     pub(crate) more: Map<String, Value>,
 }
 
-/// A prompt, or the template's own message, or neither for another error.
+/// A prompt, or the message that the template raised, or neither for any other error.
 #[derive(Deserialize)]
 struct Expected {
     conversation: String,
@@ -37,7 +37,7 @@ struct Expected {
     raised: Option<String>,
 }
 
-/// `jinja.json`.
+/// Contents of `jinja.json`.
 #[derive(Deserialize)]
 struct Expressions {
     variables: Map<String, Value>,
@@ -62,7 +62,7 @@ pub(crate) fn published() -> Published {
     serde_json::from_reader(GzDecoder::new(file)).expect("make_templates.py writes it")
 }
 
-/// The time by which `make_templates.py` renders.
+/// Returns the time at which `make_templates.py` renders.
 pub(crate) fn clock() -> OffsetDateTime {
     let date = Date::from_calendar_date(2026, Month::March, 7).expect("a date");
     date.midnight().assume_utc()

@@ -1,4 +1,4 @@
-//! Text through tiny tokenizers and templates, against what Python made of it.
+//! Tests of tiny tokenizers and templates against results from Python.
 
 mod bad;
 mod deep;
@@ -17,10 +17,10 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use text::Tokenizer;
 
-/// Every folder that `fixtures/make.py` writes.
+/// All folders that `fixtures/make.py` writes.
 const FIXTURES: [&str; 3] = ["bytes", "pieces", "split"];
 
-/// `golden.json`.
+/// Contents of `golden.json`.
 #[derive(Deserialize)]
 struct Golden {
     encoded: Vec<Encoded>,
@@ -36,7 +36,7 @@ struct Encoded {
     decoded_special: String,
 }
 
-/// Arguments of `apply_chat_template`, and what it returned.
+/// Arguments of `apply_chat_template`, and its result.
 #[derive(Deserialize)]
 struct Rendered {
     messages: Value,

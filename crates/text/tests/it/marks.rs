@@ -1,4 +1,4 @@
-//! Parts of prompts that an assistant wrote.
+//! Ranges of prompts that an assistant wrote.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use text::{ChatTemplate, Error, Marked, Message, Prompt, SpecialTokens};
 use crate::fixture;
 use crate::jinja::{Conversation, clock, published};
 
-/// `marks.json`.
+/// Contents of `marks.json`.
 #[derive(Deserialize)]
 struct Marks {
     /// Ranges by template and conversation.
     published: BTreeMap<String, BTreeMap<String, Vec<[usize; 2]>>>,
     messages: Value,
-    /// Templates, their texts and ranges.
+    /// Templates with their texts and ranges.
     short: Vec<(String, String, Vec<[usize; 2]>)>,
 }
 
@@ -28,7 +28,7 @@ fn bytes(marked: &Marked) -> Vec<[usize; 2]> {
     marked.generated.iter().map(|range| [range.start, range.end]).collect()
 }
 
-/// Ranges of characters, as Python counts them.
+/// Converts to ranges of characters, as in Python.
 fn chars(marked: &Marked) -> Vec<[usize; 2]> {
     let at = |byte: usize| marked.text[..byte].chars().count();
     bytes(marked).into_iter().map(|range| range.map(at)).collect()
@@ -72,7 +72,7 @@ fn marked(source: &str, message: &str) -> Result<Marked, Error> {
     template.render_marked(&Prompt::of(&[Message::new("user", message)]))
 }
 
-/// Blocks whose text goes through a buffer or is within another block, of which transformers tells other positions.
+/// Blocks that are buffered or nested; transformers returns different positions for these.
 #[test]
 fn marks_are_where_the_text_is() -> Result<(), Error> {
     const BLOCK: &str = "{% generation %}b{% endgeneration %}";
@@ -124,7 +124,7 @@ fn marks_are_where_the_text_is() -> Result<(), Error> {
     Ok(())
 }
 
-/// Messages with characters and names that edges are made of, of an earlier prompt too.
+/// Messages with the characters and names of edges, also with those of an earlier prompt.
 #[test]
 fn messages_cannot_forge_marks() -> Result<(), Error> {
     const SOURCE: &str =
@@ -139,7 +139,7 @@ fn messages_cannot_forge_marks() -> Result<(), Error> {
         let len = content.len();
         assert_eq!((&marked.text, bytes(&marked)), (&content.repeat(2), vec![[len, 2 * len]]));
     }
-    // A variable of the caller by the name of the nonce.
+    // The caller sets a variable with the name of the nonce.
     let template = ChatTemplate::new(SOURCE, SpecialTokens::default())?;
     let more = [("generation nonce".to_owned(), json!("x"))].into_iter().collect();
     let prompt = Prompt { more, ..Prompt::of(&[Message::new("user", "axb")]) };
@@ -148,7 +148,7 @@ fn messages_cannot_forge_marks() -> Result<(), Error> {
     Ok(())
 }
 
-/// Text that depends on the text of a block, or a block that does not end: an error, and not other ranges.
+/// Text that depends on the text of a block, or a block that does not end: an error instead of wrong ranges.
 #[test]
 fn marks_that_are_lost_are_told() {
     for source in [

@@ -1,4 +1,4 @@
-//! Values, files and templates that are changed at random.
+//! Random changes of values, files and templates.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::fuzz::PIECES;
 
-/// A source with one of its pieces, which may be a tag, as it is not.
+/// Returns a source with one piece changed, which may be a tag.
 pub(crate) fn mutated(
     source: &str,
     other: &str,
@@ -50,7 +50,7 @@ pub(crate) fn mutated(
     }
 }
 
-/// Words that templates and tokenizers look for.
+/// Words that templates and tokenizers use.
 const WORDS: [&str; 40] = [
     "",
     "user",
@@ -121,7 +121,7 @@ pub(crate) fn value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Messages by turns, some of which have a content or more of any shape, or a value that is no such list.
+/// Alternating messages, some with contents or further fields of any shape; or a value that is not a list of messages.
 pub(crate) fn messages() -> impl Strategy<Value = Value> {
     let content = prop_oneof![6 => word().prop_map(Value::from), 2 => value()];
     let more = vec((word(), value()), 0..3);
@@ -140,7 +140,7 @@ pub(crate) fn messages() -> impl Strategy<Value = Value> {
     prop_oneof![8 => turns, 1 => value()]
 }
 
-/// Where a value is, by the child to go to at each level, what to do there, and a value to put there.
+/// An edit of a value: the index of the child at each level, the kind of change, and a new value.
 #[derive(Debug, Clone)]
 pub(crate) struct Edit {
     path: Vec<u16>,
@@ -178,7 +178,7 @@ impl Edit {
         }
     }
 
-    /// Most edits keep the type of a value, so that more of a file is read.
+    /// Changes a value. Most changes keep its type, so that more of a file is read.
     fn change_here(&self, value: &mut Value) {
         let new = self.new.clone();
         match (self.what, &mut *value) {
@@ -213,7 +213,7 @@ impl Edit {
     }
 }
 
-/// A part of a `tokenizer.json` with its name: one of every kind, or a sequence of some of them.
+/// A part of a `tokenizer.json` with its name: one of all kinds, or a sequence of several.
 pub(crate) fn part() -> impl Strategy<Value = (&'static str, Value)> {
     (0..PARTS, vec(any::<usize>(), 1..5)).prop_map(|(part, at)| {
         let (name, list, all) = parts().swap_remove(part);
@@ -233,7 +233,7 @@ fn all_parts() -> Vec<Value> {
 
 const PARTS: usize = 6;
 
-/// Parts by their names and those of their lists.
+/// Returns for each part its name, the name of its list, and examples.
 fn parts() -> Vec<(&'static str, &'static str, Vec<Value>)> {
     let string = json!({ "String": "o" });
     let regex = json!({ "Regex": "o?|(?=u)" });

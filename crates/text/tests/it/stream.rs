@@ -3,7 +3,7 @@ use text::{Error, Stops, Stream, Tokenizer};
 
 use crate::{FIXTURES, golden, tokenizer};
 
-/// The pieces of ids that follow a prompt.
+/// Streams ids after a prompt and returns the pieces.
 fn pieces(tokenizer: &Tokenizer, prompt: &[u32], ids: &[u32]) -> Result<Vec<String>, Error> {
     let mut stream = Stream::new(prompt, false);
     let pieces: Result<Vec<_>, _> = ids.iter().map(|id| stream.push(tokenizer, *id)).collect();
@@ -20,7 +20,7 @@ fn pieces_join_to_the_text_wherever_a_prompt_ends() -> Result<(), Error> {
             let ids = &case.special_ids;
             for cut in 0..=ids.len() {
                 let pieces = pieces(&tokenizer, &ids[..cut], &ids[cut..])?;
-                // A prompt that ends within a character gives what is whole of it.
+                // The prompt may end within a character; only its complete text counts.
                 let before = tokenizer.decode(&ids[..cut], false)?;
                 let before = before.trim_end_matches('\u{FFFD}');
                 assert_eq!(format!("{before}{}", pieces.concat()), case.decoded, "{name} at {cut}");
@@ -40,7 +40,7 @@ fn words_come_as_their_tokens_do() -> Result<(), Error> {
     let streamed = pieces(&tokenizer, &[], &ids)?;
     assert_eq!(streamed[0], shown[0].trim_start());
     assert_eq!(streamed[1..shown.len()], shown[1..]);
-    // After other words the first one keeps its space.
+    // After other words the first word keeps its space.
     let after = pieces(&tokenizer, &ids, &ids)?;
     assert_eq!(after[..shown.len()], shown);
     Ok(())
@@ -58,7 +58,7 @@ fn special_tokens_are_nothing_or_their_names() -> Result<(), Error> {
     Ok(())
 }
 
-/// A byte that no character begins with is shown when none can follow that makes it whole.
+/// An invalid first byte is shown once no further byte can complete it.
 #[test]
 fn bytes_that_are_no_text_do_not_dam_the_stream() -> Result<(), Error> {
     let tokenizer = tokenizer("pieces");
@@ -73,11 +73,11 @@ fn bytes_that_are_no_text_do_not_dam_the_stream() -> Result<(), Error> {
     shown.push_str(&stream.push(&tokenizer, dog[0])?);
     let ids = [&dog[..], &[byte(0xFF); 12], &dog[..1]].concat();
     assert_eq!(format!("dog{shown}{}", stream.finish(&tokenizer)?), tokenizer.decode(&ids, false)?);
-    // Bytes that a broken one follows stay the character that they were.
+    // Complete characters stay when an invalid byte follows.
     let crab = tokenizer.encode("🦀", false)?;
     let broken = [&crab[..], &[byte(0xFF); 2], &dog[..]].concat();
     assert_eq!(pieces(&tokenizer, &[], &broken)?.concat(), "🦀\u{FFFD}\u{FFFD} dog");
-    // A character that stays cut.
+    // A character that is never completed.
     let mut stream = Stream::new(&dog, false);
     assert_eq!(stream.push(&tokenizer, byte(0xF0))?, "");
     assert_eq!(stream.push(&tokenizer, byte(0x9F))?, "");
@@ -85,7 +85,7 @@ fn bytes_that_are_no_text_do_not_dam_the_stream() -> Result<(), Error> {
     Ok(())
 }
 
-/// Of no token there may be several, and characters around them.
+/// Several ids without a token, with characters around them.
 #[test]
 fn ids_of_no_token_are_shown() -> Result<(), Error> {
     for name in FIXTURES {
@@ -104,7 +104,7 @@ fn ids_of_no_token_are_shown() -> Result<(), Error> {
     Ok(())
 }
 
-/// What is looked back at begins within a character, and all of it is bytes.
+/// The context from the prompt begins within a character and consists of byte tokens only.
 #[test]
 fn a_prompt_of_bytes_is_no_hindrance() -> Result<(), Error> {
     let tokenizer = tokenizer("pieces");
@@ -115,7 +115,7 @@ fn a_prompt_of_bytes_is_no_hindrance() -> Result<(), Error> {
     Ok(())
 }
 
-/// Tokens that end one character and begin the next: each is given as soon as it is whole.
+/// Tokens that end one character and begin the next: each character is returned as soon as it is complete.
 #[test]
 fn characters_do_not_wait_for_the_next() -> Result<(), Error> {
     let tokenizer = tokenizer("bytes");
@@ -167,7 +167,7 @@ fn the_stop_that_is_whole_first_wins() -> Result<(), Error> {
 }
 
 proptest! {
-    /// However a text is cut, the same is shown, and nothing of a stop.
+    /// The shown text does not depend on the pieces, and never contains a stop sequence.
     #[test]
     fn cuts_change_nothing(
         text in "[ab]{0,12}",
@@ -201,8 +201,8 @@ proptest! {
         }
     }
 
-    /// Any ids at all: the pieces are the text. Where bytes are none, `pieces` takes back characters that
-    /// were whole before.
+    /// For any ids, the joined pieces are the text. Invalid bytes are skipped for `pieces`, which then replaces
+    /// characters that were complete before.
     #[test]
     fn any_ids_stream_to_their_text(ids in proptest::collection::vec(0u32..430, 0..24)) {
         for name in FIXTURES {

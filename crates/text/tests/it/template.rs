@@ -29,11 +29,11 @@ fn prompts_are_those_of_transformers() -> Result<(), Error> {
     Ok(())
 }
 
-/// Where templates come from: the newest file, by name where there are several.
+/// Templates come from the newest kind of file; a file may have several by name.
 #[test]
 fn files_have_an_order() -> Result<(), Error> {
     assert_eq!(template("pieces").names(), ["default", "tool_use"]);
-    assert_eq!(template("split").names(), ["default"]); // Of chat_template.jinja.
+    assert_eq!(template("split").names(), ["default"]); // From chat_template.jinja.
     let special = |bos: &str, eos: &str, pad: Option<&str>, unk: Option<&str>| {
         let [bos, eos, pad, unk] =
             [Some(bos), Some(eos), pad, unk].map(|token| token.map(str::to_owned));
@@ -120,7 +120,7 @@ fn what_is_refused_is_told_apart() {
     }
 }
 
-/// A template's own words are one line, and not all of them.
+/// A template's own message is quoted on one line and truncated.
 #[test]
 fn messages_of_a_template_are_cut_and_escaped() {
     let refuse = |message: &str| {
@@ -150,7 +150,7 @@ fn messages_of_a_template_are_cut_and_escaped() {
     }
 }
 
-/// Jinja ends all lines alike, and trims the one behind a block.
+/// All line ends become `\n`, and the one after a block is removed.
 #[test]
 fn line_ends_are_alike() -> Result<(), Error> {
     let unix = "{% if true %}\n  a\n{% endif %}\n{{ 'b\nc' }}\n{#- d -#}\n\n";

@@ -21,7 +21,7 @@ fn ids_and_texts_are_those_of_python() -> Result<(), Error> {
     Ok(())
 }
 
-/// The file of `bytes` says that texts are cut to four tokens and padded to eight.
+/// The tokenizer file of `bytes` truncates texts to four tokens and pads them to eight.
 #[test]
 fn nothing_is_cut_or_padded() -> Result<(), Error> {
     let tokenizer = Tokenizer::open(fixture("bytes/tokenizer.json"))?;
@@ -41,7 +41,7 @@ fn tokens_have_names() {
     assert!(special.len() == 3 && !special.contains_key("<think>"), "{special:?}");
 }
 
-/// Ids that a padded vocabulary has and no token, wherever they stand.
+/// Ids of a padded vocabulary without a token, at any position.
 #[test]
 fn ids_of_no_token_are_replacement_characters() -> Result<(), Error> {
     for name in FIXTURES {
@@ -59,7 +59,7 @@ fn ids_of_no_token_are_replacement_characters() -> Result<(), Error> {
     Ok(())
 }
 
-/// Vocabularies are padded; tokens may be added, which the model then lacks.
+/// The model's vocabulary may be padded, and the tokenizer may have added tokens that the model lacks.
 #[test]
 fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     let fits = |vocab| tokenizer("split").for_vocab(vocab);
@@ -89,7 +89,7 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     Ok(())
 }
 
-/// One of `folders.json`.
+/// A case of `folders.json`.
 #[derive(Deserialize)]
 struct Named {
     files: Map<String, Value>,
@@ -100,7 +100,7 @@ struct Named {
     shown: String,
 }
 
-/// Tokens of special_tokens_map.json, of added_tokens.json, and of tokenizer_config.json by any of its keys.
+/// Tokens from special_tokens_map.json, added_tokens.json, and all keys of tokenizer_config.json.
 #[test]
 fn tokens_of_other_files_are_those_of_transformers() -> Result<(), Error> {
     let text = fs::read_to_string(fixture("templates/folders.json")).expect("a fixture");

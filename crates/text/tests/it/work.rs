@@ -1,4 +1,4 @@
-//! Templates that take long: an error or a text within some seconds.
+//! Expensive templates: an error or a text within some seconds.
 
 use serde_json::{Value, json};
 use text::{ChatTemplate, Message, Prompt, SpecialTokens};
@@ -14,7 +14,7 @@ fn ends(source: &str, messages: Value) {
     });
 }
 
-/// Filters and operators over `a` and `b`, which are equal and have 2^100 values within: each of their lists has one
+/// Filters and operators on `a` and `b`. The two are equal and contain 2^100 values, because each list contains another
 /// list twice.
 #[test]
 fn shared_values_are_bounded() {
@@ -74,7 +74,7 @@ fn shared_values_are_bounded() {
     }
 }
 
-/// Values that are long, or that one filter or operator makes long.
+/// Long values, and values that one filter or operator makes long.
 #[test]
 fn large_values_are_bounded() {
     for body in [
@@ -116,7 +116,7 @@ fn large_values_are_bounded() {
     }
 }
 
-/// Loops whose every turn works on a long value, or makes one longer.
+/// Loops that work on a long value, or make one longer, in every iteration.
 #[test]
 fn long_loops_are_bounded() {
     for body in [
@@ -160,7 +160,7 @@ fn loops(body: &str) -> String {
     )
 }
 
-/// Text, names, literals and blocks of the source itself.
+/// Long text, names, literals and blocks in the source itself.
 #[test]
 fn long_sources_are_bounded() {
     let text = "text ".repeat(20_000);
@@ -184,7 +184,7 @@ fn long_sources_are_bounded() {
     }
 }
 
-/// Loops over loops over many messages.
+/// Nested loops over many messages.
 #[test]
 fn long_conversations_are_bounded() {
     let call = json!({ "function": { "name": "f", "arguments": { "a": [1, 2, 3] } } });
@@ -205,7 +205,7 @@ fn long_conversations_are_bounded() {
     }
 }
 
-/// Conversations of many messages render, where a template goes through them from each of them.
+/// Conversations of many messages render, even if a template visits all messages for each message.
 #[test]
 fn long_conversations_render() {
     let messages: Vec<_> =
@@ -225,7 +225,7 @@ fn long_conversations_render() {
     }
 }
 
-/// What is written with operators, filters and jumps has the value that Jinja gives it.
+/// Operators, filters and jumps give the same results as in jinja2.
 #[test]
 fn checks_of_values_do_not_show() {
     for (source, text) in [

@@ -1,19 +1,19 @@
-//! What Perfetto and chrome://tracing need of a file, for tests.
+//! Checks a file against the requirements of Perfetto and chrome://tracing, for tests.
 //!
-//! Source: "Trace Event Format" (Google, 2016), and what Perfetto drops: events that cross on one row, processes and
-//! threads numbered 0.
+//! Source: "Trace Event Format" (Google, 2016). Perfetto also drops events that overlap on one row, and processes and
+//! threads with number 0.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-/// Events by row: (process, thread), then begin, end and name. Times in nanoseconds.
+/// Events (begin, end, name) by row (process, thread). Times in nanoseconds.
 pub(crate) type Rows = BTreeMap<(u64, u64), Vec<(u64, u64, String)>>;
 
-/// The complete events of a file, by row.
+/// Returns the complete events of a file by row.
 ///
 /// # Errors
-/// What a viewer would refuse, drop or show without a name.
+/// An event that a viewer would refuse, drop or show without a name.
 pub(crate) fn rows(text: &str) -> Result<Rows, String> {
     let file: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     if !matches!(file["displayTimeUnit"].as_str(), Some("ms" | "ns")) {
@@ -35,7 +35,7 @@ pub(crate) fn rows(text: &str) -> Result<Rows, String> {
         }
     }
     for (row, events) in &mut rows {
-        // The outer one of two that begin together comes first.
+        // The outer event comes first if two begin at the same time.
         events.sort_by_key(|(begin, end, _)| (*begin, u64::MAX - end));
         nested(events).map_err(|why| format!("row {row:?}: {why}"))?;
     }
@@ -90,7 +90,7 @@ fn event_of<'a>(
     Ok(())
 }
 
-/// Events of a row are one within another or one after another.
+/// Checks that the events of a row are nested or sequential.
 fn nested(events: &[(u64, u64, String)]) -> Result<(), String> {
     let mut open: Vec<&(u64, u64, String)> = Vec::new();
     for event in events {
@@ -114,7 +114,7 @@ fn text<'a>(event: &'a Map<String, Value>, name: &str) -> Result<&'a str, String
     text.ok_or_else(|| format!("{name} is no text"))
 }
 
-/// Of a process or a thread: 0 is that of an idle kernel.
+/// Returns the number of a process or a thread; 0 is reserved for the idle process.
 fn number(event: &Map<String, Value>, name: &str) -> Result<u64, String> {
     let number = event.get(name).and_then(Value::as_u64).filter(|number| *number > 0);
     number.ok_or_else(|| format!("{name} is no number above 0"))
