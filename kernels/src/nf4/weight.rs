@@ -18,8 +18,8 @@ pub enum Order {
     /// block of consecutive elements; a block may span rows.
     Rows,
     /// Order of matrix instructions: `[n / 16, k / 64]` pieces of 16 rows by 64 of k. Unit `4·r + q` of a
-    /// plane finds its 16 bytes of a piece in one load. Byte c of the first eight has elements 8c + 2q and 8c
-    /// + 2q + 1 of row r; the other eight are of row r + 8. One absmax per row and 64 of k, with those of 256
+    /// plane finds its 16 bytes of a piece in one load. Byte c of the first eight has elements `8c + 2q` and
+    /// `8c + 2q + 1` of row r; the other eight are of row r + 8. One absmax per row and 64 of k, with those of 256
     /// of k together: `[n / 16, k / 256, 8, 2, 4]`.
     Tiles,
 }
