@@ -9,7 +9,6 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 
 use crate::facts::{self, AdapterFacts};
 use crate::host::HostMemory;
-use crate::monitor::{Kind, Reading};
 use crate::profile::UnknownProfile;
 use crate::{ArchId, ArchProfile, Backend, CubeMma, DType, MmaShape};
 
@@ -187,13 +186,9 @@ impl Device {
         self.ordinal
     }
 
-    /// Whether a reading of the monitor is of this device. None where that is not known.
-    pub fn is_read_by(&self, reading: &Reading) -> Option<bool> {
-        match self.backend() {
-            Backend::Cpu => Some(reading.kind == Kind::Cpu),
-            Backend::Cuda => facts::cuda_uuid(self.ordinal).map(|own| own == reading.id),
-            Backend::Vulkan | Backend::WebGpu => None,
-        }
+    /// UUID of a CUDA device, as [`Reading::id`](crate::monitor::Reading) has it; none on other back ends.
+    pub fn uuid(&self) -> Option<String> {
+        (self.backend() == Backend::Cuda).then(|| facts::cuda_uuid(self.ordinal))?
     }
 
     /// The same device in CubeCL's terms, for sharing it with Burn.

@@ -342,8 +342,7 @@ impl HubArgs {
         model: &Path,
         get: impl FnOnce(&Hub, &ModelName, &mut dyn FnMut(Progress<'_>)) -> Result<PathBuf, HubError>,
     ) -> anyhow::Result<PathBuf> {
-        let name = model.to_str().and_then(|text| text.parse::<ModelName>().ok());
-        let Some(name) = name.filter(|_| !model.exists()) else { return Ok(model.to_owned()) };
+        let Some(name) = ModelName::from_path(model) else { return Ok(model.to_owned()) };
         let hub = Hub::from_env()?;
         let hub = if self.offline { hub.offline() } else { hub };
         let bar = bar("{msg} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}")?;

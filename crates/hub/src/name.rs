@@ -1,6 +1,7 @@
 //! Names of models.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 /// A model name: `owner/name` or `owner/name@revision`. The revision is a branch, a tag or a commit, by default `main`.
@@ -16,6 +17,11 @@ pub struct ModelName {
 pub struct BadName(pub String);
 
 impl ModelName {
+    /// Returns the name that a path spells; none if the path exists or spells no name.
+    pub fn from_path(path: &Path) -> Option<Self> {
+        path.to_str()?.parse().ok().filter(|_| !path.exists())
+    }
+
     /// Returns `owner/name`.
     pub fn name(&self) -> &str {
         &self.name

@@ -123,7 +123,7 @@ impl<'p> EngineBuilder<'p> {
         self
     }
 
-    /// Replaces all options that are not of the builder alone.
+    /// Replaces the [`EngineOptions`]; model, device, adapter and progress stay.
     pub fn options(mut self, options: EngineOptions) -> Self {
         self.options = options;
         self
@@ -148,9 +148,9 @@ impl<'p> EngineBuilder<'p> {
     /// As [`Engine::load`]; [`LoadError::Open`] if no device opens; with the feature `hub` [`LoadError::Hub`].
     pub fn build(mut self) -> Result<Engine, LoadError> {
         let mut progress = self.progress.take();
-        let mut report = |progress_now: BuildProgress<'_>| {
+        let mut report = |now: BuildProgress<'_>| {
             if let Some(report) = &mut progress {
-                report(progress_now);
+                report(now);
             }
         };
         let folder = self.folder(&mut report)?;
@@ -173,10 +173,7 @@ impl<'p> EngineBuilder<'p> {
     fn folder(&self, report: &mut Report<'_>) -> Result<PathBuf, LoadError> {
         use hub::{Hub, ModelName};
 
-        let name = self.model.to_str().and_then(|text| text.parse::<ModelName>().ok());
-        let Some(name) = name.filter(|_| !self.model.exists()) else {
-            return Ok(self.model.clone());
-        };
+        let Some(name) = ModelName::from_path(&self.model) else { return Ok(self.model.clone()) };
         let hub = Hub::from_env()?;
         let hub = if self.offline { hub.offline() } else { hub };
         Ok(hub.model(&name, |progress| {

@@ -5,7 +5,7 @@ use super::sampling::Sampling;
 /// What one generation is asked for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
-    /// How tokens are sampled.
+    /// Settings of the sampler.
     pub sampling: Sampling,
     /// Tokens at most; as many as there is room for when none.
     pub max_new_tokens: Option<usize>,

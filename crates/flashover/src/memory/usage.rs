@@ -53,14 +53,16 @@ impl MemoryUsage {
     }
 }
 
-/// Returns the free bytes of a device, as its driver reports them: of a card if it is the only one of its name.
+/// Returns the free bytes of a device, as its driver reports them. None without a driver that tells; outside CUDA also if
+/// several cards have its name.
 pub fn free_bytes(device: &Device) -> Option<u64> {
     let profile = device.profile();
     if profile.backend == Backend::Cpu {
         return HostMemory::now().map(|memory| memory.free);
     }
     let readings = Monitor::open().sample();
-    let own = |reading: &&Reading| device.arch().is_read_by(reading) == Some(true);
+    let uuid = device.arch().uuid();
+    let own = |reading: &&Reading| uuid.as_ref() == Some(&reading.id);
     let named = |reading: &&Reading| reading.kind != Kind::Cpu && reading.name == profile.name;
     let reading = readings.iter().find(own).or_else(|| {
         // One name may be that of two cards.

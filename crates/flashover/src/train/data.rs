@@ -169,6 +169,7 @@ impl Dataset {
     fn add(&mut self, mut example: Example, diverged: bool, context: usize) {
         let long = example.tokens.len() > context;
         example.tokens.truncate(context);
+        example.tokens.shrink_to_fit();
         if example.learned() == 0 {
             self.left_out += 1;
             return;

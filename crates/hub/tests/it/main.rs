@@ -19,11 +19,12 @@ fn demo() -> BTreeMap<String, Vec<u8>> {
 }
 
 /// Files of the demo model in download order, weights last.
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
     "model.safetensors",
 ];
 
@@ -207,12 +208,12 @@ fn a_tokenizer_comes_without_weights() {
     let place = Place::new(Manners::default());
     let tokenizer = |hub: Hub| hub.tokenizer(&name("owner/demo@v1"), |_| {}).expect("downloads");
     let folder = tokenizer(place.hub(None));
-    assert_eq!(place.server.sent(), FILES[..4]);
+    assert_eq!(place.server.sent(), FILES[..5]);
     assert_eq!(tokenizer(place.hub(None).offline()), folder);
     let error = refused(place.offline("owner/demo@v1"));
     assert!(matches!(error, HubError::NotCached { .. }), "no weights: {error}");
     assert_eq!(place.model("owner/demo@v1").expect("downloads"), folder);
-    assert_eq!(place.server.sent(), FILES[4..], "the rest");
+    assert_eq!(place.server.sent(), FILES[5..], "the rest");
 }
 
 #[test]
