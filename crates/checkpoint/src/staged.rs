@@ -1,10 +1,17 @@
-//! Replaces folders atomically.
+//! Replaces the contents of folders atomically.
 //!
-//! Files are written into a hidden folder next to the target and synced to disk. The hidden folder then replaces the
-//! target in one step, so a kill at any moment leaves the old folder or the new one. The hidden folder's name depends
-//! only on the target's, so the next writer of the target removes the remains of a killed one. Its owner holds a lock
-//! on it.
+//! Files are written into a hidden staging folder next to the target and synced to disk. Then:
+//!
+//! 1. the staging folder links the target's other files and changes places with the target;
+//! 2. the old folder, now hidden, links the new files;
+//! 3. the two change places again.
+//!
+//! A kill at any moment leaves the old contents or the new ones. The target stays the same folder: its permissions, and
+//! processes that work in it, are not affected, and files that others create in it meanwhile stay. The staging folder's
+//! name depends only on the target's, so the next writer of the target removes the remains of a killed one. Its owner
+//! holds a lock on it.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
@@ -14,14 +21,15 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use crate::Error;
 
-/// A folder that is being written next to the one that it will replace.
+/// New contents of a folder, written next to it.
 #[derive(Debug)]
 pub struct Staged {
     target: PathBuf,
     staging: PathBuf,
-    /// Lock on the staging folder, which becomes the target in [`Staged::finish`].
+    /// Lock on the staging folder.
     lock: File,
-    finished: bool,
+    /// The staging folder has become the target.
+    moved: bool,
 }
 
 impl Staged {
@@ -35,24 +43,22 @@ impl Staged {
         let target = target.canonicalize().unwrap_or_else(|_| target.to_owned());
         let refused = |why| Error::Write { path: target.clone(), why };
         let name = target.file_name().ok_or_else(|| refused(ErrorKind::InvalidFilename.into()))?;
-        let hidden = |what: &str| {
-            let name = format!(".{}.flashover-{what}", name.to_string_lossy());
-            target.with_file_name(name)
-        };
-        let (staging, old) = (hidden("new"), hidden("old"));
+        let name = format!(".{}.flashover-new", name.to_string_lossy());
+        let staging = target.with_file_name(name);
         match fs::create_dir(&staging) {
             Err(why) if why.kind() != ErrorKind::AlreadyExists => return Err(refused(why)),
             Ok(()) | Err(_) => {}
         }
         let lock = locked(&staging).map_err(refused)?;
         // Cleans up after a killed process.
-        if old.exists() && !target.exists() {
-            fs::rename(&old, &target).map_err(refused)?;
-        } else if old.exists() {
-            fs::remove_dir_all(&old).map_err(refused)?;
+        let aside = aside(&staging);
+        if aside.exists() && !target.exists() {
+            fs::rename(&aside, &target).map_err(refused)?;
+        } else if aside.exists() {
+            fs::remove_dir_all(&aside).map_err(refused)?;
         }
         clear(&staging).map_err(refused)?;
-        Ok(Self { target, staging, lock, finished: false })
+        Ok(Self { target, staging, lock, moved: false })
     }
 
     /// Returns the folder to write into.
@@ -60,68 +66,68 @@ impl Staged {
         &self.staging
     }
 
-    /// Replaces the target by the folder. Files of the target that were not rewritten stay.
+    /// Puts the files into the target. Other files of the target stay.
     ///
     /// # Errors
-    /// [`Error::Write`]; the target is then unchanged, or it is complete and only the old folder could not be removed.
+    /// [`Error::Write`]; the target then has its old contents or the new ones.
     pub fn finish(mut self) -> Result<(), Error> {
-        let ended = self.exchange().and_then(|replaced| match replaced {
-            Some(_) => fs::remove_dir_all(&self.staging),
-            None => Ok(()),
-        });
-        ended.map_err(|why| Error::Write { path: self.target.clone(), why })
+        self.exchange().map_err(|why| Error::Write { path: self.target.clone(), why })
     }
 
-    /// Replaces the target like [`finish`](Self::finish), and begins the next version. If the target existed, no other
-    /// process can write it in between.
+    /// Puts the files into the target like [`finish`](Self::finish), and begins the next version. If the target existed,
+    /// no other process can write it in between.
     ///
     /// # Errors
-    /// [`Error::Write`]; the target is then unchanged, or it is complete and nothing more can be written.
+    /// [`Error::Write`]; the target then has its old contents or the new ones.
     pub fn publish(&mut self) -> Result<(), Error> {
-        let path = self.target.clone();
-        let refused = |why| Error::Write { path: path.clone(), why };
-        match self.exchange().map_err(refused)? {
-            Some(replaced) => {
-                clear(&self.staging).map_err(refused)?;
-                (self.lock, self.finished) = (replaced, false);
-            }
-            None => *self = Self::begin(&self.target)?,
+        let target = self.target.clone();
+        let refused = |why| Error::Write { path: target.clone(), why };
+        self.exchange().map_err(refused)?;
+        match self.moved {
+            true => *self = Self::begin(&self.target)?,
+            false => clear(&self.staging).map_err(refused)?,
         }
         Ok(())
     }
 
-    /// Replaces the target by the staging folder. Returns the lock of the replaced folder if that folder now has the
-    /// name of the staging folder.
-    fn exchange(&mut self) -> io::Result<Option<File>> {
+    /// Puts the files into the target. If the target does not exist, the staging folder becomes it.
+    fn exchange(&mut self) -> io::Result<()> {
         let Self { target, staging, .. } = &*self;
+        let new = entries(staging)?;
         if !target.exists() {
-            synchronise(staging)?;
+            synchronise(staging, &new)?;
             fs::rename(staging, target)?;
-            self.finished = true;
-            self.synchronise_parent()?;
-            return Ok(None);
+            self.moved = true;
+            return self.synchronise_parent();
         }
-        // The old folder will get the name of the staging folder. The lock protects it from cleanup by other writers.
-        let replaced = locked(target)?;
-        carry_over(target, staging)?;
-        fs::set_permissions(staging, fs::metadata(target)?.permissions())?;
-        synchronise(staging)?;
-        let exchanged = renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE);
-        let replaced = match exchanged {
-            Ok(()) => Some(replaced),
-            // Some file systems cannot exchange. `begin` undoes the first rename if the second did not happen.
-            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
-                let old = staging.with_extension("flashover-old");
-                fs::rename(target, &old)?;
-                fs::rename(staging, target)?;
-                fs::remove_dir_all(&old)?;
-                None
+        // The old folder will have the staging folder's name. The lock protects it from cleanup by other writers.
+        let _replaced = locked(target)?;
+        for path in new.keys() {
+            // A private file stays private.
+            if let Ok(meta) = fs::symlink_metadata(target.join(path)) {
+                fs::set_permissions(staging.join(path), meta.permissions())?;
             }
-            Err(why) => return Err(why.into()),
-        };
-        self.finished = true;
+        }
+        carry_over(target, staging)?;
+        synchronise(staging, &new)?;
+        let all = entries(staging)?;
+        swap(staging, target)?;
         self.synchronise_parent()?;
-        Ok(replaced)
+        for path in new.keys() {
+            link(&target.join(path), &staging.join(path))?;
+        }
+        synchronise(staging, &new)?;
+        swap(staging, target)?;
+        // Files that others created while the staging folder was the target.
+        for (path, identity) in entries(staging)? {
+            let (own, there) = (staging.join(&path), target.join(&path));
+            match own.is_dir() {
+                _ if all.get(&path) == Some(&identity) => {}
+                true => fs::create_dir_all(there)?,
+                false => fs::rename(own, there)?,
+            }
+        }
+        self.synchronise_parent()
     }
 
     fn synchronise_parent(&self) -> io::Result<()> {
@@ -132,14 +138,21 @@ impl Staged {
 }
 
 impl Drop for Staged {
-    /// Removes an unfinished folder while the lock is still held.
+    /// Removes the staging folder while the lock is still held.
     fn drop(&mut self) {
-        if !self.finished {
+        if !self.moved {
             // On an error, the next writer of the target removes it.
             let _ = fs::remove_dir_all(&self.staging);
         }
         let _ = self.lock.unlock();
     }
+}
+
+/// Device and inode of a file.
+type Identity = (u64, u64);
+
+fn identity(meta: &fs::Metadata) -> Identity {
+    (meta.dev(), meta.ino())
 }
 
 /// Opens and locks a folder. Fails if another process holds the lock or has replaced the folder meanwhile.
@@ -150,10 +163,28 @@ fn locked(folder: &Path) -> io::Result<File> {
         TryLockError::WouldBlock => busy(),
         TryLockError::Error(why) => why,
     })?;
-    let identity = |meta: fs::Metadata| (meta.dev(), meta.ino());
-    match fs::metadata(folder).map(identity) {
-        Ok(there) if there == identity(lock.metadata()?) => Ok(lock),
+    match fs::metadata(folder) {
+        Ok(there) if identity(&there) == identity(&lock.metadata()?) => Ok(lock),
         _ => Err(busy()),
+    }
+}
+
+/// Returns the name of the target between the renames of [`swap`].
+fn aside(staging: &Path) -> PathBuf {
+    staging.with_extension("flashover-old")
+}
+
+/// Lets two folders change places.
+fn swap(staging: &Path, target: &Path) -> io::Result<()> {
+    match renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE) {
+        // Some file systems cannot exchange. `begin` undoes the first rename if the second did not happen.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
+            let aside = aside(staging);
+            fs::rename(target, &aside)?;
+            fs::rename(staging, target)?;
+            fs::rename(&aside, staging)
+        }
+        other => Ok(other?),
     }
 }
 
@@ -169,6 +200,36 @@ fn clear(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Returns files and folders below a folder, by relative path.
+fn entries(folder: &Path) -> io::Result<BTreeMap<PathBuf, Identity>> {
+    fn walk(root: &Path, at: &Path, all: &mut BTreeMap<PathBuf, Identity>) -> io::Result<()> {
+        for entry in fs::read_dir(root.join(at))? {
+            let entry = entry?;
+            let path = at.join(entry.file_name());
+            all.insert(path.clone(), identity(&entry.metadata()?));
+            if entry.file_type()?.is_dir() {
+                walk(root, &path, all)?;
+            }
+        }
+        Ok(())
+    }
+    let mut all = BTreeMap::new();
+    walk(folder, Path::new(""), &mut all)?;
+    Ok(all)
+}
+
+/// Links (or copies) a file in the place of another. Of a folder creates only the folder.
+fn link(from: &Path, to: &Path) -> io::Result<()> {
+    if from.symlink_metadata()?.is_dir() {
+        return fs::create_dir_all(to);
+    }
+    match fs::remove_file(to) {
+        Err(why) if why.kind() != ErrorKind::NotFound => return Err(why),
+        Ok(()) | Err(_) => {}
+    }
+    fs::hard_link(from, to).or_else(|_| fs::copy(from, to).map(drop))
+}
+
 /// Links (or copies) files of one folder into another that lacks them.
 fn carry_over(from: &Path, to: &Path) -> io::Result<()> {
     for entry in fs::read_dir(from)? {
@@ -177,28 +238,30 @@ fn carry_over(from: &Path, to: &Path) -> io::Result<()> {
         if entry.file_type()?.is_dir() {
             fs::create_dir_all(&target)?;
             carry_over(&own, &target)?;
-        } else if target.symlink_metadata().is_err() && fs::hard_link(&own, &target).is_err() {
-            fs::copy(&own, &target)?;
+        } else if target.symlink_metadata().is_err() {
+            link(&own, &target)?;
         }
     }
-    Ok(())
+    fs::set_permissions(to, fs::metadata(from)?.permissions())
 }
 
-/// Syncs a folder and its contents to disk.
-fn synchronise(folder: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        match entry.file_type()? {
-            kind if kind.is_dir() => synchronise(&entry.path())?,
-            kind if kind.is_file() => File::open(entry.path())?.sync_all()?,
-            _ => {}
-        }
-    }
-    File::open(folder)?.sync_all()
+/// Syncs a folder and entries of it to disk.
+fn synchronise(folder: &Path, entries: &BTreeMap<PathBuf, Identity>) -> io::Result<()> {
+    let mut paths = entries.keys().map(|path| folder.join(path)).chain([folder.to_owned()]);
+    paths.try_for_each(|path| match path.symlink_metadata()?.is_symlink() {
+        true => Ok(()),
+        false => File::open(path)?.sync_all(),
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::Relaxed;
+    use std::thread;
+    use std::time::Duration;
+
     use super::*;
 
     fn names(folder: &Path) -> Vec<String> {
@@ -254,6 +317,66 @@ mod tests {
         drop(staged);
         assert_eq!(names(parent.path()), ["out"]);
         Staged::begin(&target)?.finish()
+    }
+
+    #[test]
+    fn the_target_stays_the_same_folder() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let private = target.join("private");
+        fs::create_dir_all(&private).expect("writable");
+        fs::write(private.join("key"), "kept").expect("writable");
+        fs::write(target.join("a"), "first").expect("writable");
+        let only_mine = |path: &Path, mode| {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("mine");
+        };
+        only_mine(&private, 0o700);
+        only_mine(&target.join("a"), 0o600);
+        let state = |path: &Path| {
+            let meta = fs::metadata(path).expect("there");
+            (identity(&meta), meta.mode(), meta.mtime_nsec())
+        };
+        let (folder, below) = (state(&target), state(&private));
+        let mut staged = Staged::begin(&target)?;
+        fs::write(staged.path().join("a"), "second").expect("writable");
+        staged.publish()?;
+        fs::write(staged.path().join("a"), "third").expect("writable");
+        staged.finish()?;
+        assert_eq!((state(&target).0, state(&target).1), (folder.0, folder.1));
+        assert_eq!(state(&private), below);
+        assert_eq!(fs::read_to_string(target.join("a")).expect("written"), "third");
+        assert_eq!(state(&target.join("a")).1 & 0o777, 0o600);
+        Ok(())
+    }
+
+    #[test]
+    fn files_that_others_create_meanwhile_stay() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        fs::create_dir(&target).expect("writable");
+        let (mut staged, done) = (Staged::begin(&target)?, AtomicBool::new(false));
+        let written = thread::scope(|scope| {
+            let others = scope.spawn(|| {
+                let mut written = 0;
+                while !done.load(Relaxed) {
+                    fs::write(target.join(format!("other-{written}")), "kept").expect("writable");
+                    written += 1;
+                    thread::sleep(Duration::from_micros(500));
+                }
+                written
+            });
+            let saved = (0..40).try_for_each(|save: u8| {
+                fs::write(staged.path().join("a"), [save]).expect("writable");
+                staged.publish()
+            });
+            done.store(true, Relaxed);
+            saved.map(|()| others.join().expect("no panic"))
+        })?;
+        drop(staged);
+        let lost = (0..written).filter(|at| !target.join(format!("other-{at}")).exists()).count();
+        assert!(written > 0 && lost == 0, "{lost} of {written} are lost");
+        assert_eq!(names(parent.path()), ["out"]);
+        Ok(())
     }
 
     #[test]

@@ -56,12 +56,18 @@ pub(crate) struct Parts {
 /// Affixes that a model adds to pieces of a word, and the length limit of words that it splits.
 #[derive(Deserialize)]
 struct Model {
+    byte_fallback: Option<bool>,
     continuing_subword_prefix: Option<Value>,
     end_of_word_suffix: Option<Value>,
     max_input_chars_per_word: Option<Value>,
 }
 
 impl Parts {
+    /// Returns true for a SentencePiece model with bytes, such as Llama 2's, but not for a byte-level one.
+    pub(crate) fn has_byte_fallback(&self) -> bool {
+        self.model.as_ref().and_then(|model| model.byte_fallback).unwrap_or(false)
+    }
+
     /// Refuses parts that multiply a text. Invalid parts pass; the `tokenizers` crate reports them.
     pub(crate) fn check(&self, probe: &str) -> Result<(), String> {
         let added = self.added_tokens.as_array().into_iter().flatten();

@@ -1,4 +1,4 @@
-//! Tokens in a folder's files next to its `tokenizer.json`, merged as in transformers.
+//! Tokens and settings in a folder's files next to its `tokenizer.json`, merged as in transformers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -6,24 +6,62 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokenizers::AddedToken;
+use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 
 use crate::Error;
 use crate::folder::json;
 use crate::growth::check_tokens;
 
-/// Standard names of special tokens; other names ending in `_token` are specific to a model.
+/// Standard names of special tokens, in the order in which new ones get ids. Other names ending in `_token` are specific
+/// to a model.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// Tokens of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
 #[derive(Default)]
 pub(crate) struct FolderTokens {
-    /// Tokens by their names in templates, such as `bos_token`.
-    pub(crate) named: BTreeMap<String, AddedToken>,
+    /// Tokens with their names in templates, such as `bos_token`, in the order in which new ones get ids.
+    pub(crate) named: Vec<(String, AddedToken)>,
     /// Tokens with an id, in id order; `tokenizer.json` may lack some.
     pub(crate) added: Vec<AddedToken>,
     /// Special tokens without a name.
     pub(crate) extra: Vec<AddedToken>,
+    /// Prefix of texts in place of that in `tokenizer.json`.
+    pub(crate) prepend: Option<PrependScheme>,
+}
+
+/// Keys of `tokenizer_config.json` that change how a text is encoded. transformers ignores others, such as
+/// `add_bos_token`, next to a `tokenizer.json`.
+#[derive(Deserialize)]
+struct Settings {
+    tokenizer_class: Option<String>,
+    legacy: Option<bool>,
+    add_prefix_space: Option<bool>,
+}
+
+/// Key of `config.json` that decides if transformers uses the tokenizer's class.
+#[derive(Deserialize)]
+struct Model {
+    model_type: Option<String>,
+}
+
+impl Settings {
+    /// Returns the prefix of texts by transformers' `LlamaTokenizer`, which ignores that of `tokenizer.json`.
+    /// transformers does not use that class for Mistral, Phi-3 and Qwen2.
+    fn prepend(&self, model: Option<Model>) -> Option<PrependScheme> {
+        let class = self.tokenizer_class.as_deref()?;
+        let llama = class.strip_suffix("Fast").unwrap_or(class) == "LlamaTokenizer";
+        let model = model.and_then(|model| model.model_type);
+        let used =
+            model.is_none_or(|model| !["mistral", "phi3", "qwen2"].contains(&model.as_str()));
+        (llama && used).then_some(
+            match (self.add_prefix_space.unwrap_or(true), self.legacy.unwrap_or(false)) {
+                (false, _) => PrependScheme::Never,
+                (true, true) => PrependScheme::Always,
+                (true, false) => PrependScheme::First,
+            },
+        )
+    }
 }
 
 /// A token, as text or as an object with all fields.
@@ -51,7 +89,7 @@ struct Fields {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Extra {
-    Named(BTreeMap<String, Token>),
+    Named(Map<String, Value>),
     Unnamed(Vec<Token>),
 }
 
@@ -64,6 +102,7 @@ impl FolderTokens {
         let bad =
             |why: serde_json::Error| Error::Config { path: path.clone(), why: why.to_string() };
         tokens.name(&config).map_err(bad)?;
+        let settings = Settings::deserialize(Value::Object(config.clone())).map_err(bad)?;
         let mut added: BTreeMap<u32, AddedToken> = BTreeMap::new();
         match config.get("added_tokens_decoder").filter(|added| !added.is_null()) {
             Some(decoder) => {
@@ -84,7 +123,7 @@ impl FolderTokens {
                 tokens.name(&map).map_err(bad)?;
                 let texts: BTreeMap<String, u32> =
                     json(&folder.join("added_tokens.json"))?.unwrap_or_default();
-                let special = contents(tokens.named.values().chain(&tokens.extra));
+                let special = contents(tokens.named().chain(&tokens.extra));
                 added.extend(texts.into_iter().map(|(text, id)| {
                     let special = special.contains(text.as_str());
                     (id, AddedToken::from(text, special))
@@ -93,47 +132,63 @@ impl FolderTokens {
             }
         }
         tokens.added = added.into_values().collect();
-        let named = contents(tokens.named.values());
+        let named: BTreeSet<String> = tokens.named().map(|token| token.content.clone()).collect();
         for token in &mut tokens.added {
-            token.special |= named.contains(token.content.as_str());
+            token.special |= named.contains(&token.content);
         }
-        let all = tokens.named.values().chain(&tokens.added).chain(&tokens.extra);
+        let standard = |name: &str| NAMES.iter().position(|own| *own == name);
+        tokens.named.sort_by_key(|(name, _)| standard(name).unwrap_or(NAMES.len()));
+        tokens.prepend = settings.prepend(json(&folder.join("config.json"))?);
+        let all = tokens.named().chain(&tokens.added).chain(&tokens.extra);
         check_tokens(all.map(|token| token.content.as_str()))
             .map_err(|why| Error::Config { path: folder.to_owned(), why })?;
         Ok(tokens)
     }
 
+    fn named(&self) -> impl Iterator<Item = &AddedToken> {
+        self.named.iter().map(|(_, token)| token)
+    }
+
     /// Adds the tokens that a file names; later entries override earlier ones.
     fn name(&mut self, file: &Map<String, Value>) -> Result<(), serde_json::Error> {
-        for (key, value) in file.iter().filter(|(_, value)| !value.is_null()) {
+        const EXTRA: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
+        let given = || file.iter().filter(|(_, value)| !value.is_null());
+        for (key, value) in given() {
             let own = key.ends_with("_token") && (value.is_string() || value.is_object());
             if NAMES.contains(&key.as_str()) || own {
-                self.named.insert(key.clone(), Token::deserialize(value)?.token());
-            } else if ["extra_special_tokens", "additional_special_tokens"].contains(&key.as_str())
-            {
-                match Extra::deserialize(value)? {
-                    Extra::Named(named) => {
-                        self.named
-                            .extend(named.into_iter().map(|(name, token)| (name, token.token())));
-                    }
-                    Extra::Unnamed(unnamed) => {
-                        self.extra.extend(unnamed.into_iter().map(Token::token));
+                self.insert(key, Token::deserialize(value)?);
+            }
+        }
+        for (_, value) in given().filter(|(key, _)| EXTRA.contains(&key.as_str())) {
+            match Extra::deserialize(value)? {
+                Extra::Named(named) => {
+                    for (name, token) in named {
+                        self.insert(&name, Token::deserialize(token)?);
                     }
                 }
+                Extra::Unnamed(unnamed) => self.extra.extend(unnamed.into_iter().map(Token::token)),
             }
         }
         Ok(())
     }
 
+    fn insert(&mut self, name: &str, token: Token) {
+        let token = token.token();
+        match self.named.iter_mut().find(|(own, _)| own == name) {
+            Some((_, own)) => *own = token,
+            None => self.named.push((name.to_owned(), token)),
+        }
+    }
+
     /// Returns the tokens to add to a tokenizer, in order: first those with an id, then others that it lacks.
     pub(crate) fn missing<'a>(
-        self,
+        &self,
         known: impl Iterator<Item = &'a AddedToken>,
     ) -> Vec<AddedToken> {
         let known = contents(known);
         let with_ids = contents(self.added.iter());
         let mut seen = BTreeSet::new();
-        let others = self.named.values().chain(&self.extra).filter(|token| {
+        let others = self.named().chain(&self.extra).filter(|token| {
             let text = token.content.as_str();
             !known.contains(text) && !with_ids.contains(text) && seen.insert(text)
         });

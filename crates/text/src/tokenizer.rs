@@ -2,6 +2,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use tokenizers::Decoder;
+use tokenizers::decoders::byte_fallback::ByteFallback;
+use tokenizers::decoders::fuse::Fuse;
+use tokenizers::decoders::sequence::Sequence;
+use tokenizers::decoders::strip::Strip;
+use tokenizers::normalizers::{NormalizerWrapper, Replace};
+use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
 
 use crate::Error;
 use crate::folder::ends;
@@ -15,6 +21,22 @@ const PROBE: &str = "Hello, world! 123\n  \u{e9} \u{65e5} \u{1f980}";
 
 /// Text of an id without a token: the replacement character.
 const NO_TOKEN: &str = "\u{FFFD}";
+
+/// Sets the prefix "▁" of texts, as transformers' `LlamaTokenizer` does.
+fn set_prefix(
+    inner: &mut tokenizers::Tokenizer,
+    prepend: PrependScheme,
+) -> Result<(), tokenizers::Error> {
+    let replace = Replace::new("▁", " ")?;
+    let mut decoders = vec![replace.into(), ByteFallback::new().into(), Fuse::new().into()];
+    if prepend != PrependScheme::Never {
+        decoders.push(Strip::new(' ', 1, 0).into());
+    }
+    inner.with_normalizer(None::<NormalizerWrapper>);
+    inner.with_pre_tokenizer(Some(Metaspace::new('▁', prepend, false)));
+    inner.with_decoder(Some(Sequence::new(decoders)));
+    Ok(())
+}
 
 /// A tokenizer from a `tokenizer.json`.
 #[derive(Debug, Clone)]
@@ -48,8 +70,12 @@ impl Tokenizer {
         inner.with_padding(None).with_truncation(None).map_err(|why| bad(why.to_string()))?;
         if let Some(folder) = folder {
             let added = inner.get_added_tokens_decoder();
-            let missing = FolderTokens::open(folder)?.missing(added.values());
+            let tokens = FolderTokens::open(folder)?;
+            let missing = tokens.missing(added.values());
             caught(|| inner.add_tokens(&missing)).map_err(bad)?;
+            if let Some(prepend) = tokens.prepend.filter(|_| parts.has_byte_fallback()) {
+                set_prefix(&mut inner, prepend).map_err(|why| bad(why.to_string()))?;
+            }
         }
         // Only panics are refused: a tokenizer may lack a token for a letter and return an error.
         for special in [false, true] {

@@ -92,15 +92,18 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
 /// A case of `folders.json`.
 #[derive(Deserialize)]
 struct Named {
+    tokenizer: String,
     files: Map<String, Value>,
     template: String,
     text: String,
     named: String,
     ids: Vec<u32>,
+    special_ids: Vec<u32>,
     shown: String,
 }
 
-/// Tokens from special_tokens_map.json, added_tokens.json, and all keys of tokenizer_config.json.
+/// Tokens from special_tokens_map.json, added_tokens.json, and all keys of tokenizer_config.json; settings of
+/// transformers' tokenizer class.
 #[test]
 fn tokens_of_other_files_are_those_of_transformers() -> Result<(), Error> {
     let text = fs::read_to_string(fixture("templates/folders.json")).expect("a fixture");
@@ -108,7 +111,8 @@ fn tokens_of_other_files_are_those_of_transformers() -> Result<(), Error> {
     for (at, case) in cases.into_iter().enumerate() {
         let folder = tempfile::tempdir().expect("a folder for the test");
         let to = |name: &str| folder.path().join(name);
-        fs::copy(fixture("split/tokenizer.json"), to("tokenizer.json")).expect("copied");
+        let file = fixture(&format!("{}/tokenizer.json", case.tokenizer));
+        fs::copy(file, to("tokenizer.json")).expect("copied");
         fs::write(to("chat_template.jinja"), &case.template).expect("written");
         for (name, file) in &case.files {
             fs::write(to(name), file.to_string()).expect("written");
@@ -117,6 +121,7 @@ fn tokens_of_other_files_are_those_of_transformers() -> Result<(), Error> {
         assert_eq!(template.render(&Prompt::of(&[]))?, case.named, "case {at}");
         let tokenizer = Tokenizer::open(folder.path())?;
         assert_eq!(tokenizer.encode(&case.text, false)?, case.ids, "case {at}");
+        assert_eq!(tokenizer.encode(&case.text, true)?, case.special_ids, "case {at}");
         assert_eq!(tokenizer.decode(&case.ids, false)?, case.shown, "case {at}");
     }
     Ok(())
