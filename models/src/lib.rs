@@ -42,6 +42,7 @@ pub mod matrices;
 pub mod names;
 pub mod rope;
 pub mod shapes;
+mod targets;
 pub mod weights;
 mod workload;
 

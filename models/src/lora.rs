@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 
 use crate::fields::{Fields, json, read};
 use crate::names::{Part, Side, Slot};
+use crate::targets::Targets;
 use crate::weights::{HEAD, Stored, Weights};
 use crate::{DecoderConfig, Error, Ffn};
 
@@ -199,8 +200,8 @@ impl Adapter {
         self.options.rank * self.factors.iter().filter(together).count()
     }
 
-    /// Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`. Every module listed in
-    /// `target_modules` must have its tensors. Unchanged copies of the model's embedding and head are
+    /// Reads a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`. The modules
+    /// that `target_modules` selects must have their tensors, and no others. Unchanged copies of the model's embedding and head are
     /// ignored.
     ///
     /// # Errors
@@ -219,11 +220,16 @@ impl Adapter {
         let (mut missing, mut wrong) = (Vec::new(), Vec::new());
         let (mut factors, mut values) = (Vec::new(), Vec::new());
         for factor in all {
-            let Some(names) = there(config, &factor.module, &files) else {
-                if targets.names(config, &factor) {
-                    missing.extend(names(usual_prefix(config), &factor.module));
+            let full = format!("{}{}", usual_prefix(config), factor.module);
+            let selected = targets.selects(&full, Some(factor.layer));
+            let names = match there(config, &factor.module, &files) {
+                Some(names) if selected => names,
+                // Its tensors, if any, count as unused.
+                _ if !selected => continue,
+                _ => {
+                    missing.extend(names("", &full));
+                    continue;
                 }
-                continue;
             };
             let shapes = [[options.rank, factor.k], [factor.n, options.rank]];
             let at = values.len();
@@ -238,6 +244,14 @@ impl Adapter {
                 }
             }
             factors.push(Factor { at, ..factor });
+        }
+        let mut others = config.params().into_iter().filter(|param| param.slot == Slot::Embedding);
+        let embedding = others.next().map(|own| format!("{}{}", usual_prefix(config), own.name));
+        for name in embedding.iter().map(String::as_str).chain([HEAD]) {
+            let module = name.trim_end_matches(".weight");
+            if targets.selects(module, None) && !left.iter().any(|own| own.contains(module)) {
+                missing.extend(names("", module));
+            }
         }
         left.retain(|name| !is_copy(weights, &files, name));
         if !(left.is_empty() && missing.is_empty() && wrong.is_empty()) {
@@ -371,50 +385,6 @@ fn options(fields: &Fields<'_>) -> Result<LoraOptions, Error> {
     let alpha = fields.optional_positive("lora_alpha")?.unwrap_or(8.0);
     let rank_stabilised = fields.flag("use_rslora")?.unwrap_or(false);
     Ok(LoraOptions { rank, alpha, rank_stabilised, targets: Vec::new() })
-}
-
-/// Modules that a configuration names.
-struct Targets {
-    /// Last names or full names; none if a pattern selects the modules.
-    modules: Option<Vec<String>>,
-    /// Names excluded in spite of that.
-    excluded: Vec<String>,
-    /// Adapted layers; none for all.
-    layers: Option<Vec<usize>>,
-}
-
-impl Targets {
-    fn read(fields: &Fields<'_>) -> Result<Self, Error> {
-        let texts = |field: &str| -> Result<Option<Vec<String>>, Error> {
-            match fields.value(field) {
-                Some(Value::Array(_)) => fields.optional(field, "a list of names", |list| {
-                    let names = list.as_array()?.iter();
-                    names.map(|name| name.as_str().map(str::to_owned)).collect()
-                }),
-                _ => Ok(None),
-            }
-        };
-        let number = |value: &Value| usize::try_from(value.as_u64()?).ok();
-        let layers = fields.optional(
-            "layers_to_transform",
-            "a layer or a list of them",
-            |value| match value.as_array() {
-                Some(list) => list.iter().map(number).collect(),
-                None => Some(vec![number(value)?]),
-            },
-        )?;
-        let excluded = texts("exclude_modules")?.unwrap_or_default();
-        Ok(Self { modules: texts("target_modules")?, excluded, layers })
-    }
-
-    /// Returns true if a module must have factors.
-    fn names(&self, config: &DecoderConfig, factor: &Factor) -> bool {
-        let full = format!("{}{}", usual_prefix(config), factor.module);
-        let named = |name: &String| full == *name || full.ends_with(&format!(".{name}"));
-        self.modules.as_ref().is_some_and(|all| all.iter().any(named))
-            && !self.excluded.iter().any(named)
-            && self.layers.as_ref().is_none_or(|layers| layers.contains(&factor.layer))
-    }
 }
 
 /// Returns true if a tensor of an adapter is an unchanged copy of the model's embedding or head. PEFT saves

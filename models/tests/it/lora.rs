@@ -1,5 +1,6 @@
 //! Adapters: their effect, their gradients, and their files.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
@@ -340,6 +341,56 @@ fn adapters_that_are_not_of_a_model_are_refused() {
     assert!(
         opened(&|_| {}, &other).contains("unused: base_model.model.model.layers.0.mlp.gate_proj")
     );
+}
+
+/// A case of `targets.py`: fields of the configuration, and the modules that PEFT selects by them.
+#[derive(serde::Deserialize)]
+struct Selected {
+    fields: serde_json::Map<String, Value>,
+    llama: BTreeSet<String>,
+    gpt2: BTreeSet<String>,
+}
+
+/// The tensors must be those of the modules that PEFT selects; others are unused, and none may be missing.
+#[test]
+fn modules_are_selected_as_by_peft() {
+    let text = std::fs::read_to_string(fixture("targets.json")).expect("a fixture");
+    let cases: Vec<Selected> = serde_json::from_str(&text).expect("targets.py writes it");
+    for case in cases {
+        for (name, selected) in [("llama", &case.llama), ("gpt2", &case.gpt2)] {
+            let (weights, source) = (open(name), fixture(name).join("lora"));
+            let folder = tempfile::tempdir().expect("a folder");
+            let [config, tensors] = Adapter::files(folder.path());
+            let config_text = std::fs::read_to_string(&Adapter::files(&source)[0]);
+            let mut fields: Value =
+                serde_json::from_str(&config_text.expect("a fixture")).expect("JSON");
+            let own = fields.as_object_mut().expect("an object");
+            own.extend(case.fields.clone());
+            std::fs::write(config, fields.to_string()).expect("writable");
+            std::fs::copy(&Adapter::files(&source)[1], &tensors).expect("a fixture");
+            let module = |tensor: &str| {
+                let own = tensor.trim_start_matches("base_model.model.").rsplitn(3, '.');
+                own.last().expect("it has a name").to_owned()
+            };
+            let file = Checkpoint::open(&tensors).expect("a fixture");
+            let all: BTreeSet<String> = file.names().map(module).collect();
+            let (missing, unused) = (selected.difference(&all), all.difference(selected));
+            let expected =
+                format!("{} missing, {} unused", 2 * missing.count(), 2 * unused.count());
+            let opened = Adapter::open(folder.path(), &weights);
+            let got = match &opened {
+                Ok(_) => "0 missing, 0 unused".to_owned(),
+                Err(why) => why.to_string(),
+            };
+            assert!(got.contains(&expected), "{name} {:?}: {expected}, but {got}", case.fields);
+            if selected.is_empty() || !selected.is_subset(&all) {
+                continue;
+            }
+            rewritten(&tensors, |name| selected.contains(&module(name)), &[]);
+            let opened = Adapter::open(folder.path(), &weights).expect("the tensors that it needs");
+            assert_eq!(opened.factors().len(), selected.len(), "{name} {:?}", case.fields);
+        }
+    }
 }
 
 /// With matrices in 4 and 8 bits, an unmerged adapter gives the loss of training when generating.
