@@ -105,7 +105,7 @@ pub enum Error {
     )]
     Lesson,
     /// A file or folder that cannot be written.
-    #[error("cannot write {}: {why}", .path.display())]
+    #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {
         /// The file or folder.
         path: PathBuf,

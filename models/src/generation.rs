@@ -121,21 +121,29 @@ const MODEL: &str = "config.json";
 const ID: &str = "a token id";
 const EOS: &str = "eos_token_id";
 
+/// Reads a token id; none for a negative number, which old files have in place of null.
 fn id(fields: &Fields<'_>, field: &str) -> Result<Option<u32>, Error> {
-    fields.optional(field, ID, token)
+    Ok(fields.optional(field, ID, token)?.flatten())
 }
 
-fn token(value: &Value) -> Option<u32> {
-    u32::try_from(value.as_u64()?).ok()
+fn token(value: &Value) -> Option<Option<u32>> {
+    match value.as_i64()? {
+        ..0 => Some(None),
+        id => u32::try_from(id).ok().map(Some),
+    }
 }
 
-/// Reads one id or a list of ids.
+/// Reads one id or a list of ids, without negative ones, which end no text.
 fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
     let ids = fields.optional(EOS, "a token id or a list of them", |value| match value {
         Value::Array(list) => list.iter().map(token).collect(),
         one => token(one).map(|id| vec![id]),
     })?;
-    Ok(ids.unwrap_or_default())
+    let ids: Vec<Option<u32>> = ids.unwrap_or_default();
+    if ids.contains(&None) {
+        log::warn!("{EOS} has a negative id; it ends no text");
+    }
+    Ok(ids.into_iter().flatten().collect())
 }
 
 /// Reads one text or a list of texts, none of them empty.
@@ -240,6 +248,17 @@ mod tests {
         Ok(())
     }
 
+    /// Files of Llama 1 have -1 where others have null.
+    #[test]
+    fn negative_ids_are_no_tokens() -> Result<(), Error> {
+        let text = r#"{"eos_token_id": [2, -1], "pad_token_id": -1, "bos_token_id": -1}"#;
+        let own = GenerationConfig::from_json(text)?;
+        assert_eq!((own.eos, own.pad, own.bos), (vec![2], None, None));
+        let none = GenerationConfig::of_model(r#"{"eos_token_id": -1, "pad_token_id": -1}"#)?;
+        assert_eq!(none, GenerationConfig::default());
+        Ok(())
+    }
+
     #[test]
     fn a_folder_may_lack_the_file_and_may_not_link_to_nothing() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -271,8 +290,10 @@ mod tests {
             &format!("{FILE}: `top_p` is 1.5, which is not a number from 0 to 1"),
         );
         fails(
-            r#"{"eos_token_id": [1, -2]}"#,
-            &format!("{FILE}: `eos_token_id` is [1,-2], which is not a token id or a list of them"),
+            r#"{"eos_token_id": [1, 2.5]}"#,
+            &format!(
+                "{FILE}: `eos_token_id` is [1,2.5], which is not a token id or a list of them"
+            ),
         );
         fails(
             r#"{"stop_strings": ["a", ""]}"#,

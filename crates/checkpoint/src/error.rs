@@ -1,5 +1,5 @@
 use std::fmt;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use quant::{DType, WeightFormat};
@@ -48,7 +48,7 @@ pub enum Error {
         found.map_or_else(String::new, |found| format!("\nhint: {}", found.hint()))
     )]
     NoWeights { folder: PathBuf, found: Option<Found> },
-    #[error("cannot write {}: {why}", .path.display())]
+    #[error("cannot write {}: {why}\nhint: {}", .path.display(), writable(.why))]
     Write { path: PathBuf, why: io::Error },
     /// The header is truncated, not JSON, or inconsistent with itself or the length of the file.
     #[error("{} is not a safetensors file: {}", .path.display(), short(.why))]
@@ -65,6 +65,18 @@ pub enum Error {
     Twice { index: PathBuf, tensors: Vec<(String, [PathBuf; 2])> },
     #[error("tensor {}: {reason}", short(.tensor))]
     Tensor { tensor: String, reason: Reason },
+}
+
+/// Returns a hint for a file or folder that cannot be written.
+pub fn writable(why: &io::Error) -> &'static str {
+    match why.kind() {
+        ErrorKind::ResourceBusy => "wait until the other process ends, or choose another folder",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            "free some space, raise the limit, or choose another folder"
+        }
+        ErrorKind::UnexpectedEof => "leave the files of a model alone while they are read",
+        _ => "choose a folder that is yours to write",
+    }
 }
 
 /// Unreadable weights that a folder contains instead of readable ones.

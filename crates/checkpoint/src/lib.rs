@@ -42,7 +42,7 @@ mod weight;
 mod write;
 
 pub use encoded::{Encoded, NotStored};
-pub use error::{Error, Found, Reason, list, short};
+pub use error::{Error, Found, Reason, list, short, writable};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested};
 pub use quant::{DType, WeightFormat};

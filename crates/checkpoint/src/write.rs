@@ -1,6 +1,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use quant::DType;
@@ -175,7 +175,13 @@ impl Writer {
     fn put(&mut self, start: usize, bytes: &[u8]) -> Result<(), Error> {
         let seek = self.file.seek(SeekFrom::Start(start as u64));
         let put = seek.and_then(|_| self.file.write_all(bytes));
-        put.map_err(|why| Error::Write { path: self.path.clone(), why })
+        put.map_err(|why| {
+            // The system cannot read the bytes: they are those of a mapped file past its new end.
+            let gone = why.raw_os_error() == Some(rustix::io::Errno::FAULT.raw_os_error());
+            let text = "a file that is copied became shorter meanwhile";
+            let why = if gone { io::Error::new(ErrorKind::UnexpectedEof, text) } else { why };
+            Error::Write { path: self.path.clone(), why }
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Whether somebody wants this program to stop. A second signal ends it as it would any other.
+//! Requests to stop: Ctrl-C and other signals. A second signal ends the process at once.
 
 use std::fmt;
 #[cfg(not(unix))]
@@ -14,12 +14,12 @@ use anyhow::bail;
 #[cfg(unix)]
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
-/// The signal that came; 0 before.
+/// First signal that was received; 0 before.
 static CAME: AtomicI32 = AtomicI32::new(0);
-/// That of Ctrl-C.
+/// Signal of Ctrl-C.
 const SIGINT: i32 = 2;
 
-/// Work that a signal ended, and what is left of it.
+/// The error of work that a signal ended; the text says what remains of it.
 #[derive(Debug)]
 pub(crate) struct Stopped(pub(crate) String);
 
@@ -31,63 +31,34 @@ impl fmt::Display for Stopped {
 
 impl std::error::Error for Stopped {}
 
-/// Waits for signals until it is dropped.
+/// Collects signals until it is dropped; before and after, they end the process.
 pub(crate) struct Listening(#[cfg(unix)] Vec<(Signal, SigAction)>);
 
-/// Whether a signal that [`listen`] waits for came.
+/// Returns true once a signal that [`listen`] collects was received.
 pub(crate) fn came() -> bool {
     CAME.load(Ordering::Relaxed) != 0
 }
 
+/// Checks for a signal.
+///
 /// # Errors
-/// [`Stopped`] with `what`, where one came.
+/// [`Stopped`] with the text `what`.
 pub(crate) fn check(what: &str) -> Result<(), Stopped> {
     if came() { Err(Stopped(what.to_owned())) } else { Ok(()) }
 }
 
-/// Forgets a Ctrl-C that ended a part of the work alone; another signal stays.
+/// Forgets a Ctrl-C that ended only a part of the work. Other signals stay.
 pub(crate) fn forget() {
-    // The other outcome is that another signal stays, or that there is none.
+    // The exchange fails if there was no signal or another one.
     CAME.compare_exchange(SIGINT, 0, Ordering::Relaxed, Ordering::Relaxed).unwrap_or_default();
 }
 
-/// What a program that a signal ended exits with, as shells have it.
+/// Returns the exit code of a program that a signal ended, as shells report it.
 pub(crate) fn status() -> u8 {
     u8::try_from(128 + CAME.load(Ordering::Relaxed)).unwrap_or(u8::MAX)
 }
 
-/// Names the reason of two signals that end a program without a word: a mapped file that was shortened, and a file that
-/// passes the limit of `ulimit -f`, whose write then fails as on a full disk.
-///
-/// # Errors
-/// Handlers cannot be set.
-#[cfg(unix)]
-pub(crate) fn name_faults() -> anyhow::Result<()> {
-    const TEXT: &str = "error: a file changed while it was read\nhint: leave the files of a model alone while it loads\n";
-    extern "C" fn shortened(signal: i32) {
-        // SAFETY: handlers may call both; nothing of this process is used after.
-        unsafe {
-            nix::libc::write(2, TEXT.as_ptr().cast(), TEXT.len());
-            nix::libc::_exit(128 + signal);
-        }
-    }
-
-    let faults =
-        [(Signal::SIGBUS, SigHandler::Handler(shortened)), (Signal::SIGXFSZ, SigHandler::SigIgn)];
-    for (signal, handler) in faults {
-        let action = SigAction::new(handler, SaFlags::empty(), SigSet::empty());
-        // SAFETY: `shortened` calls what handlers may, and the other signal has no handler.
-        unsafe { sigaction(signal, &action) }.context("cannot set a signal handler")?;
-    }
-    Ok(())
-}
-
-#[cfg(not(unix))]
-pub(crate) fn name_faults() -> anyhow::Result<()> {
-    Ok(())
-}
-
-/// Waits for Ctrl-C, for SIGTERM, and for SIGHUP unless nohup has it ignored.
+/// Collects Ctrl-C, SIGTERM and SIGHUP; not SIGHUP if `nohup` ignores it.
 #[cfg(unix)]
 pub(crate) fn listen() -> anyhow::Result<Listening> {
     extern "C" fn note(signal: i32) {
@@ -98,11 +69,11 @@ pub(crate) fn listen() -> anyhow::Result<Listening> {
     let action = SigAction::new(SigHandler::Handler(note), flags, SigSet::empty());
     let mut listening = Listening(Vec::new());
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        // SAFETY: `note` stores an atomic and does nothing else, which handlers may.
+        // SAFETY: `note` only stores an atomic, which is allowed in handlers.
         let before = unsafe { sigaction(signal, &action) }.context("cannot listen for Ctrl-C")?;
         listening.0.push((signal, before));
         if signal == Signal::SIGHUP && matches!(before.handler(), SigHandler::SigIgn) {
-            // SAFETY: it is ignored again, by no handler.
+            // SAFETY: the signal is ignored again, without a handler.
             unsafe { sigaction(signal, &before) }.context("cannot listen for Ctrl-C")?;
         }
     }
@@ -113,17 +84,17 @@ pub(crate) fn listen() -> anyhow::Result<Listening> {
 impl Drop for Listening {
     fn drop(&mut self) {
         for (signal, before) in &self.0 {
-            // SAFETY: it is what was there before.
+            // SAFETY: the action is the one from before.
             unsafe { sigaction(*signal, before) }.expect("a signal that was listened for");
         }
     }
 }
 
-/// Whether somebody listens.
+/// True while signals are collected.
 #[cfg(not(unix))]
 static LISTENING: AtomicBool = AtomicBool::new(false);
 
-/// Waits for Ctrl-C.
+/// Collects Ctrl-C.
 #[cfg(not(unix))]
 pub(crate) fn listen() -> anyhow::Result<Listening> {
     static ONCE: OnceLock<Result<(), ctrlc::Error>> = OnceLock::new();

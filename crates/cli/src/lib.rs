@@ -3,6 +3,7 @@
 
 mod bench_command;
 mod compare_command;
+mod faults;
 mod generate_command;
 mod interrupt;
 mod logits_command;
@@ -147,7 +148,7 @@ pub fn main() -> ExitCode {
         .init();
     panics::watch();
     let command = command::parse::<Cli>().command;
-    let outcome = interrupt::name_faults().and_then(|()| match command {
+    let outcome = faults::name_signals().and_then(|()| match command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Monitor(args) => monitor_command::run(&args),
         Command::Op { name, input, output, backend, profile, settings, policy } => {

@@ -8,6 +8,8 @@ use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use crate::faults;
+
 static SEEN: AtomicBool = AtomicBool::new(false);
 /// Whether panics are answers. They are printed all the same, for they have the reason.
 static ASKED: AtomicBool = AtomicBool::new(false);
@@ -19,6 +21,8 @@ pub(crate) fn watch() {
         if thread::current().id() != own && !ASKED.load(Ordering::Relaxed) {
             SEEN.store(true, Ordering::Relaxed);
         }
+        // Below a memory limit, not even a backtrace may be possible.
+        faults::on_panic();
         before(info);
     }));
 }

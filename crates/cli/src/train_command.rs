@@ -30,6 +30,9 @@ pub(crate) struct Args {
     /// A folder for adapter_config.json and adapter_model.safetensors; made where it is not there
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
+    /// Replace the adapter that the folder has
+    #[arg(long)]
+    overwrite: bool,
     #[command(flatten)]
     lora: LoraArgs,
     /// Positions of an example at most; without it 512, or what the model has where that is fewer
@@ -144,7 +147,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let most = folder.config().context().unwrap_or(usize::MAX);
     let context = args.context.map_or(USUAL_TO_TRAIN.min(most), |context| context as usize);
     if context > most {
-        bail!("{context} positions, but the model has {most}\nhint: -c {most}, or leave -c out");
+        bail!(
+            "expected a context of at most {most}, which the model has, got {context}\n\
+             hint: -c {most}, or --max-context {context} for a longer one"
+        );
     }
     let accumulate = args.accumulate as usize;
     let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
@@ -205,17 +211,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     options.check()?;
     let same = |own: &PathBuf| own.canonicalize().ok() == output.canonicalize().ok();
     let replaced = Adapter::files(output).into_iter().any(|file| file.exists());
-    if replaced && !args.model.adapter().is_some_and(same) {
-        command::note!("note: the adapter that is in {} will be replaced", output.display());
+    if replaced && !args.overwrite && !args.model.adapter().is_some_and(same) {
+        bail!(
+            "{} has an adapter\nhint: --overwrite replaces it, or --output names another folder",
+            output.display()
+        );
     }
     let workload = workload(batch, longest);
     plan(&load, workload.clone())?.fitting()?;
-    std::fs::create_dir_all(output).map_err(unwritable)?;
-    for file in Adapter::files(output) {
-        all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
+    let parent = output.parent().filter(|parent| *parent != Path::new(""));
+    parent.map_or(Ok(()), std::fs::create_dir_all).map_err(unwritable)?;
+    if output.is_dir() {
+        for file in Adapter::files(output) {
+            all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
+        }
     }
-    // Nobody else trains into it from here on.
-    let mut adapter_folder = Adapter::begin(output)?;
+    // Fails before the long work if the folder cannot be written; a signal while the model loads leaves nothing.
+    drop(Adapter::begin(output)?);
     let load = EngineOptions { workload: Some(Workload::new(1, 1)), ..load };
     let engine = loaded(&device, folder, &load)?;
     let mut trainer = match adapter {
@@ -240,10 +252,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             command::count(data.diverged, "example")
         );
     }
+    let _listening = interrupt::listen()?;
+    // From here on, other processes cannot write the folder.
+    let mut adapter_folder = Adapter::begin(output)?;
     let before = loss(&mut trainer, held_out.as_ref(), batch)?;
     let tracing = Tracing::start(file, trainer.engine())?;
     let (begin, mut learned) = (Stopwatch::start(), 0);
-    let _listening = interrupt::listen()?;
     let mut ended = Ok(());
     let save_every = args.save_every.map_or(usize::MAX, |steps| steps as usize);
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {

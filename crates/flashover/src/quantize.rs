@@ -210,11 +210,8 @@ pub enum QuantizeError {
     /// A format that no file has.
     #[error(transparent)]
     NotStored(NotStored),
-    /// Tensors that cannot be read or written.
-    #[error("{0}\nhint: is there room for the result?")]
-    Checkpoint(checkpoint::Error),
     /// A file or folder that cannot be written.
-    #[error("cannot write {}: {why}\nhint: is there room, and is it yours to write?", .path.display())]
+    #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {
         /// The file or folder.
         path: PathBuf,
@@ -235,7 +232,7 @@ impl From<models::Error> for QuantizeError {
 
 impl From<checkpoint::Error> for QuantizeError {
     fn from(why: checkpoint::Error) -> Self {
-        Self::Checkpoint(why)
+        Self::Model(why.into())
     }
 }
 

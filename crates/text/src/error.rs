@@ -7,12 +7,12 @@ pub enum Error {
     #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]
     Read { path: PathBuf, why: io::Error },
     #[error(
-        "{} is no tokenizer: {}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display(), line(.why)
+        "{} is no tokenizer: {}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display(), quoted(.why)
     )]
     Tokenizer { path: PathBuf, why: String },
     /// A `tokenizer_config.json`, or another file with tokens or templates, is malformed.
     #[error(
-        "{} is malformed: {}\nhint: take the file from where the model is from, as it is there", .path.display(), line(.why)
+        "{} is malformed: {}\nhint: take the file from where the model is from, as it is there", .path.display(), quoted(.why)
     )]
     Config { path: PathBuf, why: String },
     #[error(
@@ -24,33 +24,33 @@ pub enum Error {
     #[error(
         "the text has token {id}, \"{}\", which is outside of the model's vocabulary of {vocab}\n\
          hint: a text without it, or tokenizer.json from the folder that the weights are from",
-        line(.token)
+        quoted(.token)
     )]
     OutsideVocab { token: String, id: u32, vocab: usize },
     #[error(
-        "the text cannot be encoded: {}\nhint: the model's own tokenizer has tokens for any text", line(.0)
+        "the text cannot be encoded: {}\nhint: the model's own tokenizer has tokens for any text", quoted(.0)
     )]
     Encode(String),
-    #[error("tokens {ids:?} cannot be decoded: {}\nhint: tokens of this tokenizer", line(.why))]
+    #[error("tokens {ids:?} cannot be decoded: {}\nhint: tokens of this tokenizer", quoted(.why))]
     Decode { ids: Vec<u32>, why: String },
     /// The chat template cannot be parsed.
     #[error(
         "chat template `{}` is broken: {}\nhint: take its file from where the model is from, as it is there",
-        line(.name), line(.why)
+        quoted(.name), quoted(.why)
     )]
     Template { name: String, why: String },
-    #[error("there is no chat template `{}`\nhint: one of {}", line(.name), line(&.known.join(", ")))]
+    #[error("there is no chat template `{}`\nhint: one of {}", quoted(.name), quoted(&.known.join(", ")))]
     NoTemplate { name: String, known: Vec<String> },
     /// The template fails on these messages.
     #[error(
         "chat template `{}` fails on these messages: {}\nhint: other messages, or a plain prompt",
-        line(.name), line(.why)
+        quoted(.name), quoted(.why)
     )]
     Render { name: String, why: String },
     /// The template itself raises an error, such as that roles must alternate.
     #[error(
         "chat template `{}` refuses these messages: {}\nhint: messages as it says, or a plain prompt",
-        line(.name), line(.why)
+        quoted(.name), quoted(.why)
     )]
     Refused { name: String, why: String },
     #[error("an empty string stops every text before its beginning\nhint: leave it out")]
@@ -62,7 +62,7 @@ const QUOTED: usize = 500;
 
 /// Quotes a text from a model's file on one line: truncated, and with control characters and direction marks escaped,
 /// so that it cannot imitate a line of our own.
-fn line(text: &str) -> String {
+pub fn quoted(text: &str) -> String {
     let hidden = |c: char| {
         let marks = ['\u{2028}', '\u{2029}', '\u{200e}', '\u{200f}', '\u{61c}'];
         let turns =
@@ -89,6 +89,7 @@ fn readable(why: &io::Error) -> &'static str {
         io::ErrorKind::NotFound => {
             "a model's folder has it, with what its links lead to; download it again"
         }
+        io::ErrorKind::Unsupported => "fetch it with `git lfs pull`",
         io::ErrorKind::InvalidData => {
             "it must be text in UTF-8; take it from where the model is from"
         }

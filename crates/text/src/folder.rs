@@ -8,18 +8,9 @@ use serde::Deserialize;
 
 use crate::Error;
 
-/// Refuses paths other than regular files and folders: a read from a pipe might never end.
-pub(crate) fn ends(path: &Path) -> io::Result<()> {
-    let meta = fs::metadata(path)?;
-    match meta.is_file() || meta.is_dir() {
-        true => Ok(()),
-        false => Err(io::Error::other("it is no file")),
-    }
-}
-
 /// Reads a text file; `None` if it does not exist. A dangling link is an error.
 pub(crate) fn read(path: &Path) -> Result<Option<String>, Error> {
-    match ends(path).and_then(|()| fs::read_to_string(path)) {
+    match checkpoint::ends(path).and_then(|()| fs::read_to_string(path)) {
         Ok(text) => Ok(Some(text)),
         Err(why) if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() => Ok(None),
         Err(why) => Err(Error::Read { path: path.to_owned(), why }),

@@ -43,7 +43,7 @@ mod stream;
 mod template;
 mod tokenizer;
 
-pub use error::Error;
+pub use error::{Error, quoted};
 pub use marks::Marked;
 pub use stop::{Piece, Stops};
 pub use stream::Stream;

@@ -10,7 +10,6 @@ use tokenizers::normalizers::{NormalizerWrapper, Replace};
 use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
 
 use crate::Error;
-use crate::folder::ends;
 use crate::growth::Parts;
 use crate::panics::caught;
 use crate::special::FolderTokens;
@@ -58,7 +57,7 @@ impl Tokenizer {
         let path = path.as_ref();
         let folder = path.is_dir().then_some(path);
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
-        let read = ends(&path).and_then(|()| std::fs::read(&path));
+        let read = checkpoint::ends(&path).and_then(|()| std::fs::read(&path));
         let bytes = read.map_err(|why| Error::Read { path: path.clone(), why })?;
         let bad = |why: String| Error::Tokenizer { path: path.clone(), why };
         // Errors for invalid or too deeply nested JSON contain the line.

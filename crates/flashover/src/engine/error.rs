@@ -24,7 +24,10 @@ pub enum GenerateError {
     #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
     NoTokenizer(PathBuf),
     /// A chat needs a template, which this folder does not have.
-    #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
+    #[error(
+        "{} has no chat template\nhint: a plain prompt, or prompt and completion to train on; or put a \
+         chat_template.jinja into the folder", .0.display()
+    )]
     NoTemplate(PathBuf),
     /// A message of a conversation that does not fit its context.
     #[error(

@@ -167,13 +167,15 @@ impl ModelFolder {
         Ok(self.reader.tokenizer()?.encode(text, false)?)
     }
 
-    /// Returns the token that ends a text to learn: the tokenizer's EOS, or generation_config's first if it names none.
-    pub(crate) fn eos(&self) -> Result<Option<u32>, GenerateError> {
+    /// Returns id and name of the token that ends a text to learn: the tokenizer's EOS, or generation_config's first if
+    /// it names none.
+    pub(crate) fn eos(&self) -> Result<Option<(u32, String)>, GenerateError> {
         let tokenizer = self.reader.tokenizer()?;
         let named =
             SpecialTokens::open(&self.reader.folder)?.eos.and_then(|eos| tokenizer.id(&eos));
         let named = named.filter(|id| (*id as usize) < self.reader.config.vocab);
-        Ok(named.or_else(|| self.reader.generation.eos.first().copied()))
+        let id = named.or_else(|| self.reader.generation.eos.first().copied());
+        Ok(id.map(|id| (id, tokenizer.token(id).unwrap_or_default())))
     }
 
     /// What the model's chat template makes of messages.

@@ -8,44 +8,43 @@ use models::Example;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use text::{Message, Prompt};
 use time::OffsetDateTime;
 
 use crate::engine::{GenerateError, ModelFolder};
 
-/// What is learned.
+/// Examples to train on, as tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dataset {
-    /// What passes, one after the other.
+    /// Examples in the order of the file.
     pub examples: Vec<Example>,
-    /// Of these so many were longer than the context, and are cut.
+    /// Number of examples that were longer than the context, and are cut to it.
     pub cut: usize,
-    /// So many had nothing to learn within the context, and are left out.
+    /// Number of examples that have no token to learn within the context, and are left out.
     pub left_out: usize,
     /// Number of examples whose prompt by itself ends in other tokens than in front of its completion.
     pub diverged: usize,
 }
 
-/// Why a file has no examples.
+/// The reason that a file has no examples.
 #[derive(Debug, thiserror::Error)]
 pub enum DatasetError {
-    /// The file cannot be read, or is none.
-    #[error("cannot read {}: {why}\nhint: a text, or a .jsonl with an example a line", .path.display())]
+    /// The file cannot be read.
+    #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]
     Read {
         /// The file.
         path: PathBuf,
-        /// As the system says.
+        /// The error of the system.
         why: io::Error,
     },
-    /// A table or a JSON document, where a text or one example a line was expected.
+    /// The file is a table or a JSON document.
     #[error(
-        "{} is no .jsonl\nhint: one example a line, as JSON, in a file whose name ends in .jsonl or .ndjson; \
-         a text has another ending, such as .txt",
+        "expected a text or a .jsonl, got {}\nhint: write one JSON object per line into a file whose name ends in .jsonl",
         .0.display()
     )]
     Format(PathBuf),
-    /// A line that is no example.
+    /// A line is no example.
     #[error(
         "{}: line {line} {why}\nhint: {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": [..]}}",
         .path.display()
@@ -53,9 +52,9 @@ pub enum DatasetError {
     Line {
         /// The file.
         path: PathBuf,
-        /// Counted from 1.
+        /// Line number, from 1.
         line: usize,
-        /// What is wrong with it, such as "is no object".
+        /// The problem, such as "is no object".
         why: String,
     },
     /// No example has a token to learn within the context.
@@ -66,12 +65,21 @@ pub enum DatasetError {
     Nothing {
         /// The file.
         path: PathBuf,
-        /// Positions that an example may have.
+        /// Maximum number of tokens of an example.
         context: usize,
     },
-    /// A text or a chat that does not become tokens.
+    /// A text or a chat cannot be encoded.
     #[error(transparent)]
     Encode(#[from] GenerateError),
+}
+
+/// Returns a hint for a file that cannot be read.
+fn readable(why: &io::Error) -> &'static str {
+    match why.kind() {
+        io::ErrorKind::Unsupported => "fetch the file with `git lfs pull`",
+        io::ErrorKind::InvalidData => "a text or a .jsonl in UTF-8",
+        _ => "a text, or a .jsonl with one example per line",
+    }
 }
 
 /// A line of a `.jsonl`.
@@ -91,29 +99,33 @@ struct Turn {
 }
 
 impl Line {
-    /// Says what is wrong as JSON is, or names the fields that are there.
+    /// Parses a line. The error is the problem of the JSON, or names the fields that are there.
     fn read(line: &str) -> Result<Self, String> {
         let value: Value =
             serde_json::from_str(line).map_err(|why| format!("is no JSON: {why}"))?;
         let Value::Object(fields) = &value else { return Err("is no object".to_owned()) };
-        let names: Vec<String> = fields.keys().cloned().collect();
+        let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+        let names = text::quoted(&names.join(", "));
         serde_json::from_value(value)
-            .map_err(|_| format!("has fields ({}) or values that are no example", names.join(", ")))
+            .map_err(|_| format!("has fields ({names}) or values that are no example"))
     }
 }
 
-/// Extensions of files with one example a line.
-const LINES: [&str; 2] = ["jsonl", "ndjson"];
-/// Extensions of files with examples that are not read, and would make no sense as a text.
-const REFUSED: [&str; 5] = ["json", "csv", "tsv", "parquet", "arrow"];
+/// Extensions of files with one example per line.
+const LINES: [&str; 4] = ["jsonl", "jsonlines", "jl", "ndjson"];
+/// Extensions of files whose examples are not read, and that make no sense as a text.
+const REFUSED: [&str; 6] = ["json", "csv", "tsv", "parquet", "arrow", "xlsx"];
 
 impl Dataset {
-    /// Reads a file: a `.jsonl` or `.ndjson` has one example a line, of which a prompt, or all messages but the last, are
-    /// read and not learned; a text has any other ending and is learned in pieces of `context` tokens.
+    /// Reads a file. A `.jsonl` (or `.ndjson`, `.jsonlines`, `.jl`) has one example per line: a prompt, or all messages
+    /// except the last, is read and not learned. A file with any other ending is a text, learned in pieces of
+    /// `context` tokens.
     ///
     /// A line is encoded as a whole, and learned from its first token that differs from those of its prompt alone, as
-    /// trl does. A text or a completion ends with the tokenizer's EOS, or generation_config's if it names none. BOS and
+    /// in trl. A text or a completion ends with the tokenizer's EOS, or generation_config's if it names none. BOS and
     /// EOS that the line already has are not repeated.
+    ///
+    /// Logs a warning for a text that looks like JSON lines.
     ///
     /// # Errors
     /// [`DatasetError`].
@@ -124,25 +136,22 @@ impl Dataset {
     ) -> Result<Self, DatasetError> {
         let path = file.as_ref();
         let read = |why| DatasetError::Read { path: path.to_owned(), why };
-        // What does not end is never a file.
-        if fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
-            return Err(read(io::Error::other("it is no file")));
-        }
         let is = |names: &[&str]| {
             let own = path.extension().unwrap_or_default();
             names.iter().any(|name| own.eq_ignore_ascii_case(name))
         };
-        if is(&REFUSED) && path.exists() {
+        checkpoint::ends(path).map_err(read)?;
+        if is(&REFUSED) {
             return Err(DatasetError::Format(path.to_owned()));
         }
         let text = fs::read_to_string(path).map_err(read)?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0, diverged: 0 };
         let encoder = Encoder::new(folder)?;
+        let mut lines =
+            text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).peekable();
         if is(&LINES) {
-            for (index, line) in
-                text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
-            {
+            for (index, line) in lines {
                 let bad = |why: String| DatasetError::Line {
                     path: path.to_owned(),
                     line: index + 1,
@@ -155,6 +164,13 @@ impl Dataset {
                 all.add(example, diverged, context);
             }
         } else {
+            let is_object = |line| serde_json::from_str::<Map<String, Value>>(line).is_ok();
+            if lines.peek().is_some_and(|(_, line)| is_object(line)) {
+                log::warn!(
+                    "{} is learned as a text, but looks like one example per line; such a file is called .jsonl",
+                    path.display()
+                );
+            }
             let tokens = encoder.whole(text)?;
             for piece in tokens.chunks(context.max(1)) {
                 all.add(Example { tokens: piece.to_vec(), from: 0 }, false, context);
@@ -179,7 +195,7 @@ impl Dataset {
         self.examples.push(example);
     }
 
-    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once, in an order of its own.
+    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once, in its own order.
     pub fn micro_batches(
         &self,
         step: usize,
@@ -188,7 +204,7 @@ impl Dataset {
         seed: u64,
     ) -> impl Iterator<Item = Vec<&Example>> + Clone {
         let all = self.examples.len();
-        // Three numbers of 32 bits are past 64.
+        // The product of three 32-bit numbers may not fit 64 bits.
         let begin = step as u128 * batch as u128 * accumulate as u128;
         let (mut epoch, mut at) = ((begin / all as u128) as u64, (begin % all as u128) as usize);
         let mut order = shuffled(all, seed, epoch);
@@ -204,20 +220,20 @@ impl Dataset {
     }
 }
 
-/// 0 to `len`, by Fisher and Yates.
+/// Returns the numbers below `len` in random order (Fisher-Yates).
 fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream(epoch);
     let mut order: Vec<usize> = (0..len).collect();
     for last in (1..len).rev() {
-        // As even as 64 bits over the count are.
+        // The bias of the remainder is below len / 2^64.
         order.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
     }
     order
 }
 
 impl Line {
-    /// Returns an example, and whether its prompt diverges. None for messages that do not end with an answer.
+    /// Returns an example, and true if its prompt diverges. None for messages that do not end with an answer.
     fn example(self, encoder: &Encoder) -> Result<Option<(Example, bool)>, GenerateError> {
         Ok(Some(match self {
             Self::Text { text } => (Example { tokens: encoder.ended(&text)?, from: 0 }, false),
@@ -230,7 +246,7 @@ impl Line {
                     messages.iter().map(|own| Message::new(&own.role, &own.content)).collect();
                 let Some((answer, asked)) = messages.split_last() else { return Ok(None) };
                 let folder = encoder.folder;
-                // One time for both, which may show it.
+                // A template may print the time: both get the same.
                 let now = Some(OffsetDateTime::now_utc());
                 let asked = folder.render(&Prompt { now, ..Prompt::of(asked) })?;
                 let whole = Prompt { add_generation_prompt: false, now, ..Prompt::of(&messages) };
@@ -247,7 +263,7 @@ impl Line {
     }
 }
 
-/// Returns what follows a prompt as an example, and whether the whole has other tokens at the end of the prompt.
+/// Returns an example that learns the tokens after the common prefix with its prompt, and true if the prompt goes on.
 fn after(prompt: &[u32], tokens: Vec<u32>) -> (Example, bool) {
     let from = prompt.iter().zip(&tokens).take_while(|(own, other)| own == other).count();
     (Example { tokens, from }, from < prompt.len())
@@ -260,14 +276,14 @@ struct Encoder<'a> {
     prefix: Vec<u32>,
     /// Tokens that it puts after one.
     suffix: Vec<u32>,
-    /// Last token of a text or a completion.
-    eos: Option<u32>,
+    /// Last token of a text or a completion, and its name.
+    eos: Option<(u32, String)>,
 }
 
 impl<'a> Encoder<'a> {
     fn new(folder: &'a ModelFolder) -> Result<Self, GenerateError> {
         const PROBE: &str = "Hello";
-        // A tokenizer may lack these letters; what it puts around nothing then counts as the prefix.
+        // A tokenizer may lack these letters; all tokens around an empty text then count as the prefix.
         let plain = folder.encode_more(PROBE).unwrap_or_default();
         let mut prefix = folder.encode(if plain.is_empty() { "" } else { PROBE })?;
         let begin = prefix.windows(plain.len().max(1)).position(|own| own == plain);
@@ -282,7 +298,7 @@ impl<'a> Encoder<'a> {
         Ok(Self { folder, prefix, suffix, eos: folder.eos()? })
     }
 
-    /// Encodes a text that goes on, with the prefix unless the text begins with it.
+    /// Encodes the begin of a text, with the prefix unless the text begins with it.
     fn begun(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
         let mut tokens = self.folder.encode(text)?;
         tokens.truncate(tokens.len().saturating_sub(self.suffix.len()));
@@ -307,10 +323,19 @@ impl<'a> Encoder<'a> {
 
     /// Encodes a text that ends with EOS, unless the text has it.
     fn ended(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
-        let mut tokens = self.begun(text)?;
-        let own = tokens.get(self.prefix.len()..).unwrap_or_default();
-        if own.last() != self.eos.as_ref() {
-            tokens.extend(self.eos);
+        let Some((eos, name)) = &self.eos else { return self.whole(text) };
+        let ends = |tokens: &[u32]| {
+            tokens.get(self.prefix.len()..).is_some_and(|own| own.last() == Some(eos))
+        };
+        // EOS may swallow spaces in front of it, so it is encoded with the text.
+        let mut tokens = match text.ends_with(name.as_str()) {
+            true => self.begun(text)?,
+            false => self.begun(&format!("{text}{name}"))?,
+        };
+        // EOS that is not an added token is no token of a text.
+        if !ends(&tokens) {
+            tokens = self.begun(text)?;
+            tokens.push(*eos);
         }
         Ok(self.closed(tokens))
     }

@@ -22,8 +22,8 @@ struct Golden {
 
 #[derive(Deserialize)]
 struct Cases {
-    bos_token: Option<String>,
-    eos_token: String,
+    /// `tokenizer_config.json`.
+    config: Value,
     lines: Vec<Case>,
     /// Conversations by the name of their template.
     chats: BTreeMap<String, Vec<Case>>,
@@ -80,11 +80,9 @@ fn check(name: &str, folder: &ModelFolder, cases: &[Case]) -> Dataset {
 #[test]
 fn tokens_and_boundaries_are_those_of_trl() {
     let Golden { templates, tokenizers } = golden();
-    assert_eq!(tokenizers.len(), 8);
+    assert_eq!(tokenizers.len(), 11);
     for (name, cases) in &tokenizers {
-        let Cases { bos_token, eos_token, .. } = cases;
-        let config = json!({"bos_token": bos_token, "eos_token": eos_token});
-        let folder = model(name, &config);
+        let folder = model(name, &cases.config);
         let open = || ModelFolder::open(folder.path()).expect("a model");
         check(name, &open(), &cases.lines);
         for (template, chats) in &cases.chats {
@@ -102,7 +100,7 @@ fn tokens_and_boundaries_are_those_of_trl() {
 fn losses_are_those_of_trl() {
     let Golden { tokenizers, .. } = golden();
     let cases = &tokenizers["prepended"];
-    let folder = model("prepended", &json!({"bos_token": "<s>", "eos_token": cases.eos_token}));
+    let folder = model("prepended", &cases.config);
     let data =
         check("prepended", &ModelFolder::open(folder.path()).expect("a model"), &cases.lines);
     let engine = Engine::load(&cpu(), folder.path(), &EngineOptions::default()).expect("a model");
