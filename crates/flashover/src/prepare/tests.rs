@@ -22,7 +22,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     let options = EngineOptions { quant: Some(WeightFormat::Nf4), ..EngineOptions::default() };
     let four = plan("rtx4080", &options, 1, 8192);
     assert!(four.fits() && four.largest_batch > Some(4), "{four}");
-    // What is largest fits, and one more does not.
+    // The largest batch and context fit, and one more does not.
     let batch = four.largest_batch.expect("known");
     assert!(plan("rtx4080", &options, batch, 8192).fits());
     assert!(!plan("rtx4080", &options, batch + 1, 8192).fits());
@@ -30,7 +30,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     assert!(plan("rtx4080", &EngineOptions::default(), 1, context).fits());
     assert!(!plan("rtx4080", &EngineOptions::default(), 1, context + 1).fits());
     assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
-    // Half of what keys and values take is enough.
+    // Half of the KV cache is enough.
     assert!(dense.advice().contains("--kv-cache int8"), "{}", dense.advice());
     let bytes = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
     let bytes = plan("rtx4080", &bytes, 1, 8192);
@@ -40,7 +40,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     let at = |word: &str| advice.find(word).expect("suggested");
     assert!(at("bf16") < at("int8") && at("int8") < at("nf4"), "{advice}");
     assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
-    // With the very number that a plan for it has.
+    // The advice has the same number as a plan with that format.
     let advice = dense.advice();
     for (name, quant) in [("int8", WeightFormat::Int8), ("nf4", WeightFormat::Nf4)] {
         let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
