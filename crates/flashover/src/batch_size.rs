@@ -57,7 +57,7 @@ const PATIENCE: usize = 2;
 /// [`GenerateError::is_memory`](crate::GenerateError::is_memory) to none, as `flashover bench --find-batch` does.
 ///
 /// # Errors
-/// Those of `rate`.
+/// The errors of `rate`.
 pub fn find_batch_size<E>(
     start: usize,
     most: usize,

@@ -41,7 +41,7 @@ impl Device {
     /// Opens CUDA device `ordinal`, counted from 0 among the devices in `CUDA_VISIBLE_DEVICES`.
     ///
     /// # Errors
-    /// As for [`Device::open_nth`].
+    /// The errors of [`Device::open_nth`].
     pub fn cuda(ordinal: usize) -> Result<Self, OpenError> {
         Self::open_nth(Backend::Cuda, ordinal)
     }
@@ -49,7 +49,7 @@ impl Device {
     /// Opens Vulkan adapter `ordinal`, counted from 0 without software adapters.
     ///
     /// # Errors
-    /// As for [`Device::open_nth`].
+    /// The errors of [`Device::open_nth`].
     pub fn vulkan(ordinal: usize) -> Result<Self, OpenError> {
         Self::open_nth(Backend::Vulkan, ordinal)
     }
@@ -57,7 +57,7 @@ impl Device {
     /// Opens adapter `ordinal` for WGSL kernels, counted from 0 with hardware adapters before software adapters.
     ///
     /// # Errors
-    /// As for [`Device::open_nth`].
+    /// The errors of [`Device::open_nth`].
     pub fn webgpu(ordinal: usize) -> Result<Self, OpenError> {
         Self::open_nth(Backend::WebGpu, ordinal)
     }
@@ -65,7 +65,7 @@ impl Device {
     /// Opens the CPU with all of its cores.
     ///
     /// # Errors
-    /// As for [`Device::open`].
+    /// The errors of [`Device::open`].
     pub fn cpu() -> Result<Self, OpenError> {
         Self::open(Backend::Cpu)
     }

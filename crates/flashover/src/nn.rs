@@ -44,7 +44,7 @@ impl Linear {
     /// x: `[.., inputs]`; result: `[.., outputs]`.
     ///
     /// # Errors
-    /// As for [`ops::linear`](linear).
+    /// The errors of [`ops::linear`](linear).
     pub fn forward<const D: usize>(
         &self,
         ctx: &Ctx,

@@ -87,7 +87,7 @@ impl Plan {
     /// Plans for a Hugging Face folder on a device with this profile. Reads only the headers of the weights.
     ///
     /// # Errors
-    /// As for [`crate::Engine::load`], except that a plan that does not [fit](Plan::fits) is returned.
+    /// The errors of [`crate::Engine::load`], but a plan that does not [fit](Plan::fits) is returned.
     /// [`LoadError::Plan`] for an adapter that the model cannot have.
     pub fn of_folder(
         profile: &ArchProfile,
@@ -103,7 +103,7 @@ impl Plan {
     /// Plans for a published shape with random weights, as in [`crate::Engine::random`].
     ///
     /// # Errors
-    /// As for [`crate::Engine::random`] and [`Plan::of_folder`].
+    /// The errors of [`crate::Engine::random`] and [`Plan::of_folder`].
     pub fn of_shape(
         profile: &ArchProfile,
         shape: &str,

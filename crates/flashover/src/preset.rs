@@ -10,8 +10,8 @@ use crate::load_error::LoadError;
 use crate::memory::Plan;
 use crate::options::EngineOptions;
 
-/// Use of a model. Each preset has a context length, a list of precisions and a range of batch sizes. It takes the first
-/// precision that fits the smallest batch of the range, or otherwise the precision that fits the largest batch.
+/// Use of a model. Each preset has a context length, a list of precisions and a range of batch sizes. It takes the
+/// first precision that fits the smallest batch of the range, or otherwise the precision that fits the largest batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preset {
     /// Long completions for a few users: 2048 tokens; unquantised if 4 sequences fit, otherwise NF4; up to 8
@@ -85,7 +85,7 @@ impl Preset {
     /// kept.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) if it fits in no precision.
+    /// The errors of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) if it fits in no precision.
     pub fn precision(
         self,
         options: &EngineOptions,
@@ -108,7 +108,7 @@ impl Preset {
     /// model with a shorter context than the preset's keeps its own.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) if not one sequence fits in any
+    /// The errors of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) if not one sequence fits in any
     /// precision.
     pub fn choose(
         self,

@@ -261,7 +261,7 @@ pub fn quantize_model(
 /// Runs [`quantize_model`], and ends before the next tensor or file if `stop` returns true.
 ///
 /// # Errors
-/// As for [`quantize_model`]; [`QuantizeError::Stopped`].
+/// The errors of [`quantize_model`]; [`QuantizeError::Stopped`].
 pub fn quantize_model_until(
     device: &Device,
     model: &Path,

@@ -57,7 +57,7 @@ impl Engine {
     /// on the batch. Device memory is that of [`Engine::workload`].
     ///
     /// # Errors
-    /// As for [`Session::generate`]; as for [`Session::generate_text`] if the request has stop sequences.
+    /// The errors of [`Session::generate`]; the errors of [`Session::generate_text`] if the request has stop sequences.
     pub fn generate_batch(
         &self,
         prompts: &[impl AsRef<[u32]>],
@@ -71,7 +71,7 @@ impl Engine {
     /// Runs [`Engine::generate_batch`] with a request for each prompt: sampling, seed, maximum length and stops.
     ///
     /// # Errors
-    /// As for [`Engine::generate_batch`].
+    /// The errors of [`Engine::generate_batch`].
     pub fn generate_each(
         &self,
         asked: &[(&[u32], &Request)],
@@ -84,7 +84,7 @@ impl Engine {
     /// is cancelled: unfinished completions keep their tokens and end with [`FinishReason::Cancelled`].
     ///
     /// # Errors
-    /// As for [`Engine::generate_batch`].
+    /// The errors of [`Engine::generate_batch`].
     pub fn generate_each_with(
         &self,
         asked: &[(&[u32], &Request)],

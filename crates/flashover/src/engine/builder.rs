@@ -148,7 +148,8 @@ impl<'p> EngineBuilder<'p> {
     /// Loads the model.
     ///
     /// # Errors
-    /// As for [`Engine::load`]; [`LoadError::Open`] if no device opens; with the feature `hub`, [`LoadError::Hub`].
+    /// The errors of [`Engine::load`]; [`LoadError::Open`] if no device opens; with the feature `hub`,
+    /// [`LoadError::Hub`].
     pub fn build(mut self) -> Result<Engine, LoadError> {
         let mut progress = self.progress.take();
         let mut report = |now: BuildProgress<'_>| {

@@ -33,8 +33,8 @@ impl Engine {
     /// without a limit. `system` is the system message. `request` sets sampling and length of each answer.
     ///
     /// # Errors
-    /// As for [`Engine::encode_chat`] and [`Engine::session`]; [`GenerateError::MessageTooLong`] if an empty message
-    /// fills the context.
+    /// The errors of [`Engine::encode_chat`] and [`Engine::session`]; [`GenerateError::MessageTooLong`] if an empty
+    /// message fills the context.
     pub fn conversation(
         &self,
         system: Option<&str>,
@@ -70,8 +70,8 @@ impl Conversation {
     /// 64 tokens are left for the answer.
     ///
     /// # Errors
-    /// [`GenerateError::MessageTooLong`] if the message alone does not fit; as for [`Session::generate_text`] and
-    /// [`Engine::encode_chat`]. After an error the message is not part of the conversation.
+    /// [`GenerateError::MessageTooLong`] if the message alone does not fit; the errors of [`Session::generate_text`]
+    /// and [`Engine::encode_chat`]. After an error the message is not part of the conversation.
     pub fn send(&mut self, message: &str) -> Result<Answer<'_>, GenerateError> {
         let (engine, context) = (self.session.engine().clone(), self.session.context());
         let mut messages = [&self.messages[..], &[Message::new("user", message)]].concat();

@@ -97,7 +97,7 @@ impl ModelFolder {
     /// Plans the memory of the model for a workload.
     ///
     /// # Errors
-    /// As for [`Plan::of_folder`].
+    /// The errors of [`Plan::of_folder`].
     pub fn plan(
         &self,
         profile: &ArchProfile,

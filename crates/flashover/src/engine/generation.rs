@@ -115,8 +115,8 @@ impl Generation<'_> {
     /// Starts the generation and returns a stream of text. The session is as long as [`Engine::context_length`].
     ///
     /// # Errors
-    /// As for [`Session::generate_text`](super::Session::generate_text) and [`Engine::encode`]. The stream returns the
-    /// errors of later tokens.
+    /// The errors of [`Session::generate_text`](super::Session::generate_text) and [`Engine::encode`]. The stream
+    /// returns the errors of later tokens.
     pub fn stream(self) -> Result<TextStream, GenerateError> {
         let prompt = self.encoded()?;
         let context = self.engine.context_length(prompt.len(), &self.request);
@@ -126,7 +126,7 @@ impl Generation<'_> {
     /// Returns the whole text, without the prompt.
     ///
     /// # Errors
-    /// As for [`Generation::stream`].
+    /// The errors of [`Generation::stream`].
     pub fn text(self) -> Result<String, GenerateError> {
         self.stream()?.collect()
     }
@@ -134,7 +134,7 @@ impl Generation<'_> {
     /// Returns `count` completions, which decode together and share the KV cache of the prompt.
     ///
     /// # Errors
-    /// As for [`Engine::generate_batch`] and [`Engine::encode`].
+    /// The errors of [`Engine::generate_batch`] and [`Engine::encode`].
     pub fn completions(self, count: usize) -> Result<Vec<Completion>, GenerateError> {
         let prompt = self.encoded()?;
         let mut each = self.engine.generate_batch(&[prompt], count, &self.request)?;

@@ -49,7 +49,7 @@ impl Engine {
     /// Loads an open folder and calls `progress` after each part.
     ///
     /// # Errors
-    /// As for [`Engine::load`], without those of [`ModelFolder::open`].
+    /// The errors of [`Engine::load`], without those of [`ModelFolder::open`].
     pub fn from_folder(
         device: &Device,
         folder: ModelFolder,

@@ -132,8 +132,8 @@ impl Engine {
     /// Returns the tokens of messages, rendered through the chat template, up to the start of the answer.
     ///
     /// # Errors
-    /// [`GenerateError::NoTemplate`], [`GenerateError::NoTokenizer`]; [`GenerateError::Text`], also for a template that is
-    /// broken or refuses the messages.
+    /// [`GenerateError::NoTemplate`], [`GenerateError::NoTokenizer`]; [`GenerateError::Text`], also for a template that
+    /// is broken or refuses the messages.
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, GenerateError> {
         self.0.reader.encode_chat(messages)
     }

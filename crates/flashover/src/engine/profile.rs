@@ -55,7 +55,7 @@ impl Engine {
     /// Runs a test once as warm-up, and once more with every launch of this thread timed.
     ///
     /// # Errors
-    /// [`GenerateError::Recording`] during another recording; as for [`Engine::measure`].
+    /// [`GenerateError::Recording`] during another recording; the errors of [`Engine::measure`].
     pub fn profile(&self, test: SpeedTest) -> Result<Profile, GenerateError> {
         let mut run = Run::new(self, test)?;
         run.prepare()?;

@@ -105,7 +105,7 @@ impl Session {
     /// Prefills `prompt` after [`Session::tokens`] and generates tokens.
     ///
     /// # Errors
-    /// As for [`Session::logits`]; [`GenerateError::Sampling`]. The iterator returns the errors of later tokens.
+    /// The errors of [`Session::logits`]; [`GenerateError::Sampling`]. The iterator returns the errors of later tokens.
     pub fn generate(
         &mut self,
         prompt: &[u32],

@@ -60,7 +60,7 @@ impl Session {
     /// Prefills `prompt` and generates text.
     ///
     /// # Errors
-    /// As for [`Session::generate`]; [`GenerateError::NoTokenizer`]; [`GenerateError::Text`] for an empty stop
+    /// The errors of [`Session::generate`]; [`GenerateError::NoTokenizer`]; [`GenerateError::Text`] for an empty stop
     /// sequence.
     pub fn generate_text(
         &mut self,

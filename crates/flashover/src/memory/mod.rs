@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Workload      sequences, positions, and training of an adapter            from `models`
-//! Footprint     parts of a model's memory for a workload, from shapes       from `models`, with sizes per op from `ops`
+//! Footprint     parts of a model's memory for a workload, from shapes       from `models`, with op sizes from `ops`
 //! Plan          footprint on one device, next to current use                refused if it exceeds a MemoryBudget
 //! Ledger        sessions, batches and trainers that share a model's weights
 //! MemoryUsage   bytes in the device's pools

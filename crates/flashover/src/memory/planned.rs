@@ -58,7 +58,7 @@ impl PlannedModel {
     /// Plans for a device without other sessions.
     ///
     /// # Errors
-    /// As for [`PlannedModel::check`], [`PlannedModel::check_buffers`] and [`PlannedModel::footprint`].
+    /// The errors of [`PlannedModel::check`], [`PlannedModel::check_buffers`] and [`PlannedModel::footprint`].
     pub(crate) fn checked(&self, workload: Workload) -> Result<Plan, PlanError> {
         self.check(&workload)?;
         self.check_buffers(&workload)?;
@@ -111,7 +111,7 @@ impl PlannedModel {
     /// Plans for a device next to `others`. The plan may not fit.
     ///
     /// # Errors
-    /// As for [`PlannedModel::footprint`].
+    /// The errors of [`PlannedModel::footprint`].
     pub(crate) fn plan(&self, workload: Workload, others: Others) -> Result<Plan, PlanError> {
         let budget_bytes = self.usable_bytes();
         let parts = self.footprint(&workload)?;

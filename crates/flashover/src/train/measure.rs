@@ -36,7 +36,7 @@ impl Engine {
     /// Runs two steps as warm-up, then measures `repetitions` steps. The adapter is discarded.
     ///
     /// # Errors
-    /// As for [`Trainer::new`] and [`Trainer::step`].
+    /// The errors of [`Trainer::new`] and [`Trainer::step`].
     pub fn measure_training(
         &self,
         test: TrainTest,
