@@ -11,10 +11,10 @@ pub enum DeviceError {
     /// The device lacks memory, although the plan fitted: other processes may hold some of it. CubeCL does not report
     /// the largest free block.
     #[error(
-        "the device could not give {need} bytes{}; this process has {} of it, {} of them in use\nhint: \
-         fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
-         leaves others their share",
-        free.map_or_else(String::new, |free| format!(", of {free} that are free")), have.reserved_bytes, have.used_bytes
+        "the device is out of memory: {need} bytes needed{}; this process holds {} bytes, {} of them in use\nhint: use \
+         fewer sequences or a shorter context; `Engine::clear_cache` returns unused pages to the device; a \
+         `MemoryBudget` leaves memory for other processes",
+        free.map_or_else(String::new, |free| format!(", {free} bytes free")), have.reserved_bytes, have.used_bytes
     )]
     OutOfMemory {
         /// Bytes of the failed allocation.
@@ -25,7 +25,9 @@ pub enum DeviceError {
         have: MemoryUsage,
     },
     /// The device failed for another reason than a lack of memory; its error message.
-    #[error("the device failed: {0}")]
+    #[error(
+        "the device failed: {0}\nhint: check the device with `flashover doctor`, or use another `Backend` (--backend)"
+    )]
     Failed(String),
 }
 
@@ -94,10 +96,10 @@ mod tests {
         let refused = refuse_over(Some(6), have, 11).expect_err("seven of six");
         let said = refused.to_string();
         assert!(
-            said.starts_with("the device could not give 7 bytes, of 6 that are free; "),
+            said.starts_with("the device is out of memory: 7 bytes needed, 6 bytes free; "),
             "{said}"
         );
-        assert!(said.contains("\nhint: fewer sequences"), "{said}");
+        assert!(said.contains("\nhint: use fewer sequences"), "{said}");
         let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
         let refused = check_free(&device, 1 << 60);
         assert!(matches!(refused, Err(DeviceError::OutOfMemory { .. })), "{refused:?}");

@@ -33,7 +33,7 @@ pub enum LoadError {
     #[error(transparent)]
     Hub(#[from] hub::HubError),
     /// The device lacks the requested dtype.
-    #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
+    #[error("the {backend} device does not support {need}\nhint: use `Compute::F32` (--dtype f32)")]
     DType {
         /// The requested dtype.
         need: DType,
@@ -42,15 +42,15 @@ pub enum LoadError {
     },
     /// The device lacks i8, which [`KvFormat::Int8`](crate::KvFormat::Int8) needs.
     #[error(
-        "the {backend} device has no i8, for keys and values in 8 bits\nhint: KvFormat::Float or \
-         --kv-cache float holds them as they are computed"
+        "the {backend} device does not support i8, which a KV cache in 8 bits needs\nhint: use \
+         `KvFormat::Float` (--kv-cache float)"
     )]
     KvFormat {
         /// Backend of the device.
         backend: Backend,
     },
     /// The name is not one of [`Engine::shapes`](crate::Engine::shapes).
-    #[error("no published shape is called {shape}\nhint: one of {known}")]
+    #[error("unknown shape `{shape}`\nhint: use one of {known}")]
     Shape {
         /// The requested name.
         shape: String,
@@ -59,18 +59,22 @@ pub enum LoadError {
     },
     /// [`EngineOptions::quant`](crate::EngineOptions::quant) has more bits than the 4-bit weights of this folder.
     #[error(
-        "{} has matrices in 4 bits, which do not become 8\nhint: load it as it is, or what it was made of",
+        "{} has weights in 4 bits, which cannot be quantised to 8\nhint: leave out `EngineOptions::quant` (--quant), \
+         or load the original model",
         .0.display()
     )]
     FourBits(PathBuf),
     /// [`EngineOptions::int8_activations`](crate::EngineOptions::int8_activations) is set without int8 weights or CUDA.
     #[error(
-        "what products read is rounded to 8 bits on CUDA alone, and where matrices are in 8 bits\nhint: leave \
-         int8_activations or --int8-activations out, or take --backend cuda and --quant int8"
+        "activations in 8 bits need int8 weights and CUDA\nhint: leave out `EngineOptions::int8_activations` \
+         (--int8-activations), or use `WeightFormat::Int8` (--quant int8) on `Backend::Cuda` (--backend cuda)"
     )]
     Int8Activations,
     /// [`Compute::Tf32`](crate::Compute::Tf32) is set for weights in 4 or 8 bits.
-    #[error("weights of 4 and 8 bits are not multiplied in tf32\nhint: f32 or bf16 beside them")]
+    #[error(
+        "expected dense weights for tf32, got weights in 4 or 8 bits\nhint: \
+         use `Compute::F32` or `Compute::Bf16` (--dtype)"
+    )]
     Tf32,
     /// The tune cache cannot be read or written.
     #[error(transparent)]

@@ -148,7 +148,7 @@ impl fmt::Display for Preset {
 
 /// The name of a preset is unknown.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown preset `{0}`\nhint: one of code-generation, inference, latency, training")]
+#[error("unknown preset `{0}`\nhint: use one of code-generation, inference, latency, training")]
 pub struct UnknownPreset(String);
 
 impl FromStr for Preset {
@@ -239,6 +239,6 @@ mod tests {
             assert_eq!(preset.to_string().parse(), Ok(preset));
         }
         let unknown = "gaming".parse::<Preset>().expect_err("none of ours");
-        assert!(unknown.to_string().contains("hint: one of code-generation"));
+        assert!(unknown.to_string().contains("hint: use one of code-generation"));
     }
 }

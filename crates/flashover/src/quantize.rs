@@ -150,13 +150,13 @@ pub enum QuantizeError {
     #[error(transparent)]
     Text(#[from] text::Error),
     /// The files' weights are already in 4 or 8 bits.
-    #[error("{what} is quantised already\nhint: quantise the weights that it was made of")]
+    #[error("{what} is already quantised\nhint: quantise the original model")]
     Quantized {
         /// The tensor, or the field of config.json, that shows it.
         what: String,
     },
     /// The output folder is taken or cannot be created: which one, and the reason.
-    #[error("{}\nhint: name a folder that is not there yet, or an empty one", .0)]
+    #[error("{}\nhint: name a new or an empty folder", .0)]
     Output(String),
     /// The block size is invalid.
     #[error(transparent)]
@@ -171,7 +171,7 @@ pub enum QuantizeError {
     },
     /// A weight has infinities or NaN.
     #[error(
-        "tensor {tensor} holds infinities or NaN\nhint: codes stand for finite numbers only; the checkpoint is damaged"
+        "tensor {tensor} holds infinities or NaN\nhint: quantised values must be finite; the checkpoint is damaged"
     )]
     NotFinite {
         /// Name of the tensor.
@@ -179,7 +179,8 @@ pub enum QuantizeError {
     },
     /// The device has no buffer that is large enough for a matrix.
     #[error(
-        "tensor {tensor} takes {need} bytes, and the device gives {have} at once\nhint: --backend cpu may have more"
+        "tensor {tensor} needs a buffer of {need} bytes, but the device allows at most {have}\nhint: use \
+         `Backend::Cpu` (--backend cpu)"
     )]
     Memory {
         /// Name of the tensor.
@@ -190,7 +191,7 @@ pub enum QuantizeError {
         have: u64,
     },
     /// The device cannot quantise a matrix.
-    #[error("tensor {tensor}: {why}\nhint: another --backend may serve it")]
+    #[error("tensor {tensor}: {why}\nhint: use another `Backend` (--backend)")]
     Unsupported {
         /// Name of the tensor.
         tensor: String,
@@ -199,8 +200,8 @@ pub enum QuantizeError {
     },
     /// The device failed while it quantised a matrix.
     #[error(
-        "tensor {tensor}: the device failed: {why}\nhint: `flashover doctor` says what this machine has; \
-         another --backend may do it"
+        "tensor {tensor}: the device failed: {why}\nhint: check the device with `flashover doctor`, or use another \
+         `Backend` (--backend)"
     )]
     Failed {
         /// Name of the tensor.
@@ -212,10 +213,10 @@ pub enum QuantizeError {
     #[error(transparent)]
     NotStored(NotStored),
     /// Tensors cannot be read or written.
-    #[error("{0}\nhint: is there room for the result?")]
+    #[error("{0}\nhint: check the files of the model and the free disk space")]
     Checkpoint(checkpoint::Error),
     /// A file or folder cannot be written.
-    #[error("cannot write {}: {why}\nhint: is there room, and is it yours to write?", .path.display())]
+    #[error("cannot write {}: {why}\nhint: check the free disk space and the permissions", .path.display())]
     Write {
         /// Path of the file or folder.
         path: PathBuf,
@@ -223,7 +224,7 @@ pub enum QuantizeError {
         why: io::Error,
     },
     /// The caller's `stop` returned true.
-    #[error("stopped before the model was whole; nothing was written")]
+    #[error("stopped before the model was complete; nothing was written")]
     Stopped,
 }
 

@@ -177,8 +177,8 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
         small.generate_batch(&[[1u32, 2, 3].repeat(40)], 2, &request).err(),
     ] {
         let said = refused.expect("no room").to_string();
-        assert!(said.contains("other sessions, batches or trainers of it hold"), "{said}");
-        assert!(said.contains("hint: fewer of them at once; "), "{said}");
+        assert!(said.contains("other sessions, batches or trainers hold"), "{said}");
+        assert!(said.contains("hint: run fewer of them at once; "), "{said}");
     }
     assert!(
         Trainer::new(small.clone(), TrainOptions::default())

@@ -21,15 +21,15 @@ pub enum GenerateError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// The model's folder has no tokenizer, which text needs.
-    #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
+    #[error("{} has no tokenizer.json\nhint: give token ids instead of text", .0.display())]
     NoTokenizer(PathBuf),
     /// The model's folder has no chat template.
-    #[error("{} has no chat template\nhint: generate from a plain prompt", .0.display())]
+    #[error("{} has no chat template\nhint: give a plain prompt instead of messages", .0.display())]
     NoTemplate(PathBuf),
     /// A message of a conversation does not fit its context.
     #[error(
-        "the message takes {need} tokens, but the conversation has room for {context}\nhint: a shorter message or system \
-         message, or a longer context"
+        "expected a message of at most {context} tokens, got {need}\nhint: use a shorter message or system message, \
+         or a longer context"
     )]
     MessageTooLong {
         /// Tokens of the message, with the system message and the template.
@@ -38,10 +38,12 @@ pub enum GenerateError {
         context: usize,
     },
     /// The prompt has no tokens.
-    #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
+    #[error(
+        "expected a prompt of at least one token, got none\nhint: use the BOS token for an empty text"
+    )]
     EmptyPrompt,
     /// A sampling setting is out of range.
-    #[error("{name} is {value}\nhint: a number {range}")]
+    #[error("{name} is {value}\nhint: use a number {range}")]
     Sampling {
         /// Name of the setting.
         name: &'static str,
@@ -52,8 +54,8 @@ pub enum GenerateError {
     },
     /// The logits hold no token to sample.
     #[error(
-        "after {position} tokens the logits hold NaN, or no finite largest\nhint: f32 and bf16 reach further than f16, \
-         which ends at 65504; penalties far from 1 reach far, too; where neither is so, the weights hold NaN"
+        "expected finite logits after {position} tokens, got NaN or infinity\nhint: use bf16 or f32 instead of f16, \
+         which ends at 65504, and a repetition penalty near 1; otherwise the weights hold NaN"
     )]
     NotFinite {
         /// Number of tokens before these logits.

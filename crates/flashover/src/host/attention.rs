@@ -121,7 +121,7 @@ impl On {
 }
 
 fn axes(what: &'static str, tensor: &HostTensor) -> Result<[usize; 4], HostOpError> {
-    let takes = "attention takes [batch, heads, positions, head_dim], and bias as [batch, heads, seq_q, seq_kv]";
+    let takes = "attention takes q, k, v as [batch, heads, positions, head_dim], bias as [batch, heads, seq_q, seq_kv]";
     let rank = tensor.shape().len();
     tensor.shape().try_into().map_err(|_| HostOpError::Rank { what, rank, takes })
 }

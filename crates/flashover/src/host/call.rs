@@ -111,7 +111,7 @@ fn check_memory(device: &Device, needs: &[(&'static str, u128)]) -> Result<(), H
     let need = times * needs.iter().map(|(_, need)| need).sum::<u128>();
     match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
         Some(have) => {
-            Err(HostOpError::Memory { what: "all of it together", need, have, at_once: false })
+            Err(HostOpError::Memory { what: "the whole operation", need, have, at_once: false })
         }
         None => Ok(()),
     }

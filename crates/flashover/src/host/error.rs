@@ -9,7 +9,7 @@ use super::tensor::TensorError;
 #[derive(Debug, thiserror::Error)]
 pub enum HostOpError {
     /// No op has this name.
-    #[error("unknown op `{0}`\nhint: one of matmul, attention")]
+    #[error("unknown op `{0}`\nhint: use matmul or attention")]
     UnknownOp(String),
     /// The op has no setting of this name.
     #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]
@@ -24,10 +24,10 @@ pub enum HostOpError {
         known: &'static str,
     },
     /// A setting is given more than once.
-    #[error("setting `{0}` is given twice\nhint: each has one value")]
+    #[error("setting `{0}` is given twice\nhint: give each setting once")]
     SettingTwice(String),
     /// The setting does not take this value.
-    #[error("setting `{key}` does not take `{value}`\nhint: {takes}")]
+    #[error("setting `{key}` does not take `{value}`\nhint: use {takes}")]
     SettingValue {
         /// Name of the setting.
         key: String,
@@ -37,10 +37,10 @@ pub enum HostOpError {
         takes: &'static str,
     },
     /// An input of the op is missing: its name, and the inputs that the op takes.
-    #[error("input `{0}` is missing\nhint: the file must hold {1}")]
+    #[error("input `{0}` is missing\nhint: the op takes {1}")]
     MissingInput(&'static str, &'static str),
     /// The op does not take this input: its name, and the inputs that the op takes.
-    #[error("input `{0}` is not used\nhint: the file must hold {1}")]
+    #[error("unknown input `{0}`\nhint: the op takes {1}")]
     UnusedInput(String, &'static str),
     /// The operand has a wrong number of axes for the op.
     #[error("{what} has {rank} axes\nhint: {takes}")]
@@ -54,8 +54,8 @@ pub enum HostOpError {
     },
     /// The device lacks memory for the operands and the result. Nothing was allocated.
     #[error(
-        "{what} would take {}, and the device gives {}{}\nhint: compute in smaller pieces, \
-         fewer rows or batches at a time", gib(*need), gib((*have).into()), if *at_once { " at once" } else { "" }
+        "{what} needs {}, but the device has {}{}\nhint: split the call into fewer rows or \
+         batches", gib(*need), gib((*have).into()), if *at_once { " for one buffer" } else { "" }
     )]
     Memory {
         /// Name of the tensor, or all tensors together.
@@ -78,8 +78,8 @@ pub enum HostOpError {
     Cache(#[from] CacheError),
     /// The device failed; its error message.
     #[error(
-        "the kernel failed: {0}\nhint: `flashover doctor` says what this machine has; another --backend \
-         may run it"
+        "the kernel failed: {0}\nhint: check the device with `flashover doctor`, or use another `Backend` \
+         (--backend)"
     )]
     Failed(String),
 }

@@ -108,7 +108,7 @@ fn split<'a>(
         [batch @ .., columns, rows] if swapped => Ok((batch, [*rows, *columns])),
         [batch @ .., rows, columns] => Ok((batch, [*rows, *columns])),
         short => {
-            let takes = "matmul takes two or more, batches first";
+            let takes = "matmul takes lhs [.., m, k] and rhs [.., k, n]";
             Err(HostOpError::Rank { what, rank: short.len(), takes })
         }
     }

@@ -84,7 +84,7 @@ fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, 
             "causal" => options.causal = truth(key, value)?,
             "window" => {
                 let keys = value.parse().ok().filter(|keys| *keys > 0);
-                let takes = "a number of keys, whole, from 1 to 4294967295";
+                let takes = "a whole number of keys from 1 to 4294967295";
                 options.window = Some(keys.ok_or_else(|| bad_value(key, value, takes))?);
             }
             "scale" => options.scale = Some(number()?),

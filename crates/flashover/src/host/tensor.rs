@@ -16,8 +16,8 @@ pub struct HostTensor {
 pub enum TensorError {
     /// The number of bytes does not match the shape.
     #[error(
-        "shape {shape:?} of {dtype} takes {} bytes, {have} were given\nhint: a tensor is dense, \
-         row-major and little-endian", need.map_or("2^128 or more".to_owned(), |need| need.to_string())
+        "expected {} bytes for shape {shape:?} of {dtype}, got {have}\nhint: give dense, row-major, \
+         little-endian bytes", need.map_or("2^128 or more".to_owned(), |need| need.to_string())
     )]
     Length {
         /// Sizes of the axes.
@@ -30,7 +30,7 @@ pub enum TensorError {
         have: usize,
     },
     /// A tensor of this dtype has no values as f32.
-    #[error("a {0} tensor has no f32 values\nhint: read its bytes; f32, f16 and bf16 have values")]
+    #[error("expected a tensor of f32, f16 or bf16, got {0}\nhint: use `HostTensor::bytes`")]
     NotFloat(DType),
 }
 

@@ -10,8 +10,9 @@ pub enum PlanError {
     Memory(Box<Plan>),
     /// One buffer exceeds the device's largest buffer.
     #[error(
-        "it needs a buffer of {}, and the device has none above {}\nhint: a shorter context or fewer sequences, where keys \
-         are the largest; else another model, or --backend vulkan, cuda or cpu", formatted(*need), formatted(*most)
+        "the workload needs a buffer of {}, but the device allows at most {}\nhint: use a shorter context or fewer \
+         sequences; for a weight that is too large, use another model or another `Backend` (--backend vulkan, cuda or \
+         cpu)", formatted(*need), formatted(*most)
     )]
     Buffer {
         /// Bytes of the buffer: a weight, the keys of a layer, or activations.
@@ -20,7 +21,7 @@ pub enum PlanError {
         most: u64,
     },
     /// A limit, a fraction, a batch or a context is out of range.
-    #[error("{name} is {value}\nhint: a number {range}")]
+    #[error("{name} is {value}\nhint: use a number {range}")]
     Budget {
         /// Name of the number.
         name: &'static str,
@@ -31,8 +32,8 @@ pub enum PlanError {
     },
     /// The budget is a fraction or a reserve of a total that the device does not report.
     #[error(
-        "the device does not tell how much memory it has, of which a fraction or a reserve would be a part\nhint: a \
-         limit in bytes, as --memory-limit"
+        "the device does not report its memory, so a fraction or a reserve of it is unknown\nhint: use \
+         `MemoryBudget::limit_bytes` (--memory-limit)"
     )]
     BudgetOfUnknown,
     /// The workload has more positions than the model, or an adapter that the model cannot have.
@@ -40,7 +41,9 @@ pub enum PlanError {
     Model(#[from] models::Error),
     /// Training in bf16 on Vulkan is not supported: Burn's elementwise ops compile to invalid SPIR-V in bf16 (CubeCL
     /// 0.11.3). On an H200 the first step gave NaN, while f16 and f32 trained as on CUDA.
-    #[error("gradients in bf16 are not right through Vulkan\nhint: --dtype f16 or f32, or CUDA")]
+    #[error(
+        "training in bf16 is not supported on Vulkan\nhint: use `Compute::F16` or `Compute::F32` (--dtype), or CUDA"
+    )]
     TrainBf16,
 }
 

@@ -112,7 +112,7 @@ impl Plan {
     /// Returns advice for a plan that does not fit.
     pub fn advice(&self) -> String {
         let fewer = match self.budget_bytes {
-            Some(budget) if self.peak_bytes() <= budget => "fewer of them at once; ",
+            Some(budget) if self.peak_bytes() <= budget => "run fewer of them at once; ",
             _ => "",
         };
         let smaller = match &self.workload.training {
@@ -121,7 +121,7 @@ impl Plan {
         };
         let quantized = self.quantized.iter();
         let quantized = quantized
-            .map(|(name, bytes)| format!("; with --quant {name} it takes {}", formatted(*bytes)));
+            .map(|(name, bytes)| format!("; {name} (--quant {name}) takes {}", formatted(*bytes)));
         format!("{fewer}{smaller}{}{}", quantized.collect::<String>(), self.smaller_cache())
     }
 
@@ -129,15 +129,17 @@ impl Plan {
         let Workload { batch, shared, .. } = self.workload;
         let fitting = match (self.largest_context, self.largest_batch) {
             (Some(context), _) if context > 0 => {
-                format!("{context} positions fit, of a batch of {batch}")
+                format!("{context} positions fit with a batch of {batch}")
             }
             (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits"),
-            _ if shared > 0 => "fewer answers or fewer new tokens".to_owned(),
-            _ => "a larger budget or a smaller model".to_owned(),
+            _ if shared > 0 => "use fewer completions or fewer new tokens".to_owned(),
+            _ => "use a larger budget or a smaller model".to_owned(),
         };
         match (self.matrices, &*self.dtype) {
             (None, "f32" | "tf32") => {
-                format!("{fitting}; bf16, where the device has it, takes half of what f32 does")
+                format!(
+                    "{fitting}; bf16 (--dtype bf16) takes half of f32, if the device supports it"
+                )
             }
             _ => fitting,
         }
@@ -147,16 +149,16 @@ impl Plan {
         let Workload { batch, context, .. } = self.workload;
         let fitting = match (self.largest_batch, self.largest_context) {
             (Some(batch), _) if batch > 0 => {
-                format!("a batch of {batch} fits, of {context} tokens each")
+                format!("a batch of {batch} fits with {context} tokens per sequence")
             }
             (_, Some(context)) if context > 1 => {
-                format!("{context} tokens fit, of a batch of {batch}")
+                format!("{context} tokens per sequence fit with a batch of {batch}")
             }
-            _ => "a larger budget, a smaller rank or a smaller model".to_owned(),
+            _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
         };
         match training.recompute {
             Recompute::Nothing => {
-                format!("{fitting}; without --keep-activations layers are computed again")
+                format!("{fitting}; `Recompute::Layers` (no --keep-activations) takes less")
             }
             Recompute::Layers => fitting,
         }
@@ -167,7 +169,7 @@ impl Plan {
         let over = self.all_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
         let counts = self.cache_bytes / 2 >= over || self.cache_bytes > self.peak_bytes() / 8;
         let float = self.workload.training.is_none() && self.kv == KvFormat::Float;
-        let advice = "; --kv-cache int8 halves keys and values";
+        let advice = "; `KvFormat::Int8` (--kv-cache int8) halves keys and values";
         if float && self.stores_int8 && counts { advice } else { "" }
     }
 }
@@ -191,14 +193,14 @@ impl fmt::Display for Plan {
         }
         write!(f, " takes {} on {}", formatted(takes), self.device)?;
         if let Some(budget) = self.budget_bytes {
-            write!(f, ", of which {} may be used", formatted(budget))?;
+            write!(f, " with a budget of {}", formatted(budget))?;
             if takes > budget && formatted(takes) == formatted(budget) {
                 let lacking = takes - budget;
                 write!(f, ", {lacking} byte{} too few", if lacking == 1 { "" } else { "s" })?;
             }
             if self.other_bytes > 0 {
                 let others = formatted(self.other_bytes);
-                write!(f, ", and other sessions, batches or trainers of it hold {others}")?;
+                write!(f, ", and other sessions, batches or trainers hold {others}")?;
             }
         }
         let part = |(name, bytes)| format!("{name} {}", formatted(bytes));

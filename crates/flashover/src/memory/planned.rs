@@ -90,12 +90,12 @@ impl PlannedModel {
         let Workload { batch, context, .. } = *workload;
         for (name, value) in [("batch", batch), ("context", context)] {
             if value == 0 {
-                let range = "of 1 at least";
+                let range = "of at least 1";
                 return Err(PlanError::Budget { name, value: value.to_string(), range });
             }
         }
         if batch > MAX_SEQUENCES {
-            let range = "up to 65535, which a launch has room for";
+            let range = "up to 65535, the limit of a kernel launch";
             return Err(PlanError::Budget { name: "batch", value: batch.to_string(), range });
         }
         if let Some(max_seq) = self.config.context().filter(|most| context > *most) {

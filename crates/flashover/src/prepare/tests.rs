@@ -46,7 +46,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
         let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
         let peak = plan("rtx4080", &options, 1, 8192).peak_bytes() as f64 / f64::from(1 << 30);
         assert!(
-            advice.contains(&format!("with --quant {name} it takes {peak:.2} GiB")),
+            advice.contains(&format!("{name} (--quant {name}) takes {peak:.2} GiB")),
             "{advice}"
         );
     }
@@ -58,7 +58,7 @@ fn a_small_budget_fits_nothing() {
     let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
     let none = plan("h200", &EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
     assert!(!none.fits() && none.largest_context == Some(0), "{none}");
-    assert_eq!(none.advice(), "a larger budget or a smaller model", "in 4 bits neither");
+    assert_eq!(none.advice(), "use a larger budget or a smaller model", "in 4 bits neither");
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn what_no_buffer_holds_is_refused() {
         "{refused}"
     );
     let said = refused.to_string();
-    assert!(said.starts_with("it needs a buffer of 1002.00 MiB, and"), "{said}");
+    assert!(said.starts_with("the workload needs a buffer of 1002.00 MiB, but"), "{said}");
     of("gpt2", 64).expect("its embedding has 74 MiB");
 }
 
@@ -179,5 +179,5 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
     let more = nf4(batch + 1, 512);
     assert!(!more.fits() && more.advice().starts_with(&format!("a batch of {batch} fits")));
     let kept = plan(Some(WeightFormat::Nf4), 4, 512, Recompute::Nothing);
-    assert!(!kept.fits() && kept.advice().contains("computed again"), "{kept}");
+    assert!(!kept.fits() && kept.advice().contains("--keep-activations"), "{kept}");
 }

@@ -20,7 +20,7 @@ pub enum TrainError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A training option is out of range.
-    #[error("{name} is {value}\nhint: a number {range}")]
+    #[error("{name} is {value}\nhint: use a number {range}")]
     Option {
         /// Name of the option.
         name: &'static str,
@@ -31,8 +31,8 @@ pub enum TrainError {
     },
     /// The loss, its gradient or a trained value is not finite.
     #[error(
-        "the loss or its gradient is not finite at step {step}\nhint: a smaller learning rate; what was learned before is \
-         kept"
+        "the loss or its gradient is not finite at step {step}\nhint: use a smaller learning rate; the adapter keeps \
+         its values from before the step"
     )]
     Diverged {
         /// Step of the failure, counted from 1.

@@ -268,7 +268,9 @@ fn a_budget_holds() {
     let refused = small.session(1);
     let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
     assert!(plan.other_bytes > 0 && plan.largest_context == Some(0), "{plan}");
-    assert!(refused.expect_err("refused").to_string().contains("hint: fewer of them at once; "));
+    assert!(
+        refused.expect_err("refused").to_string().contains("hint: run fewer of them at once; ")
+    );
     drop(session);
     let refused = small.session(65);
     let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
@@ -313,7 +315,7 @@ fn a_folder_knows_what_a_request_needs() {
     let enough = load(peak).expect("it fits");
     assert_eq!(enough.generate_batch(&[&long], 3, &request).expect("it fits")[0].len(), 3);
     let less = load(peak - 1).expect_err("it does not fit").to_string();
-    assert!(less.contains("hint: fewer answers or fewer new tokens"), "{less}");
+    assert!(less.contains("hint: use fewer completions or fewer new tokens"), "{less}");
     let options = EngineOptions {
         workload: Some(folder.workload(&[&prompt.repeat(99)], 1, &request)),
         ..EngineOptions::default()

@@ -228,25 +228,25 @@ fn attention_weighs_values_by_their_keys() {
     for value in ["-1", "4294967296", "1e30"] {
         let text = fails(&[("window", value)]);
         assert!(
-            text.contains(&format!("`window` does not take `{value}`\nhint: a number")),
+            text.contains(&format!("`window` does not take `{value}`\nhint: use a whole number")),
             "{text}"
         );
     }
     for (key, value) in [("softcap", "inf"), ("softcap", "1e39"), ("scale", "NaN")] {
         let text = fails(&[(key, value)]);
         assert!(
-            text.contains(&format!("`{key}` does not take `{value}`\nhint: a finite")),
+            text.contains(&format!("`{key}` does not take `{value}`\nhint: use a finite")),
             "{text}"
         );
     }
-    assert!(fails(&[("causal", "yes")]).ends_with("hint: true or false"));
+    assert!(fails(&[("causal", "yes")]).ends_with("hint: use true or false"));
     let inputs = [("q", &q), ("k", &k), ("v", &v), ("bias", &integers(&[1, 2, 3, 3], 1))];
     let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
     let error = run_op("attention", &cpu(), &BTreeMap::from(inputs), &[], Policy::Default);
     let text = error.expect_err("three rows for two queries").to_string();
     assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
-    assert!(fails(&[("window", "0")]).contains("\nhint: a number of keys, whole, from 1"));
+    assert!(fails(&[("window", "0")]).contains("\nhint: use a whole number of keys from 1"));
     let twice = fails(&[("causal", "true"), ("scale", "1"), ("causal", "false")]);
     assert!(twice.starts_with("setting `causal` is given twice"), "{twice}");
 }
