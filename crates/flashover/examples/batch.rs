@@ -1,4 +1,4 @@
-//! Several answers to each of several prompts, in two batches that run beside each other.
+//! Generates several completions of several prompts, in two batches on parallel threads.
 //!
 //! `cargo run --release --example batch -- models/demo [cuda, vulkan or cpu]`
 
@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let device = Device::open(backend)?;
     let engine = Engine::load(&device, folder, &EngineOptions::default())?;
 
-    // What four sequences of 128 positions take, before they take it.
+    // Memory of four sequences with 128 positions, before they are allocated.
     let plan = engine.plan(Workload::new(4, 128))?;
     println!("{plan}");
 
@@ -24,11 +24,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     request.sampling = Sampling { temperature: 1.0, ..request.sampling };
     request.max_new_tokens = Some(12);
 
-    // A thread is a stream of its own; the weights are there once.
+    // Each thread has its own stream. All threads share the weights.
     let batch = |prompts: [&str; 2]| -> Result<String, GenerateError> {
         let tokens = prompts.map(|prompt| engine.encode(prompt));
         let tokens = tokens.into_iter().collect::<Result<Vec<_>, _>>()?;
-        // Two answers to each, which share what the prompt left in the cache.
+        // Two completions per prompt, which share the KV cache of the prompt.
         let answers = engine.generate_batch(&tokens, 2, &request)?;
         let mut text = String::new();
         for ((prompt, tokens), answers) in prompts.iter().zip(&tokens).zip(answers) {

@@ -1,4 +1,4 @@
-//! Continues a text, and prints it as it comes.
+//! Continues a text and prints it piece by piece.
 //!
 //! `cargo run --release --example generate -- models/demo "Once upon a time"`
 
@@ -10,7 +10,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
     let (model, prompt) = (args.next().ok_or("a model")?, args.next().ok_or("a text")?);
 
-    // On the first GPU that answers, else on the CPU; `.device(Device::cuda(0)?)` chooses.
+    // Takes the first GPU, or else the CPU; `.device(Device::cuda(0)?)` chooses another.
     let engine = Engine::builder(model).build()?;
     print!("{prompt}");
     let mut text = engine.generate(&prompt).max_new_tokens(32).temperature(0.8).seed(7).stream()?;

@@ -1,4 +1,4 @@
-//! Kernels on Burn tensors: one step of Burn's optimizer on a layer of Flashover, and attention.
+//! Runs kernels on Burn tensors: three steps of Burn's optimizer on a Flashover layer, and attention.
 //!
 //! `cargo run --release --example kernels`
 

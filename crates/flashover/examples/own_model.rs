@@ -1,4 +1,4 @@
-//! A model of your own from `flashover::ops`: one transformer block with RMS norm, causal attention and a gated MLP.
+//! Builds a model from `flashover::ops`: one transformer block with RMSNorm, causal attention and a gated MLP.
 //!
 //! `cargo run --release --example own_model`
 
@@ -43,7 +43,7 @@ impl Block {
         }
     }
 
-    /// x and the result are `[tokens, HIDDEN]`.
+    /// Runs the block. x and the result are `[tokens, HIDDEN]`.
     fn forward(&self, ctx: &Ctx, x: Tensor<2>) -> Result<Tensor<2>, OpError> {
         let tokens = x.dims()[0];
         let normed = |x: &Tensor<2>, weight: &Tensor<1>| {
@@ -67,7 +67,7 @@ impl Block {
 
         let h = normed(&x, &self.mlp_norm)?;
         let up = self.up.forward(ctx, h.clone(), None)?;
-        // silu(h · gate) * up in one launch.
+        // Computes silu(h · gate) * up in one launch.
         let gated =
             Epilogue { activation: Some(Activation::Silu), gate: Some(up), ..Epilogue::default() };
         let h = linear(ctx, h, self.gate.weight.val(), gated)?;

@@ -1,4 +1,4 @@
-//! Writes a model with its layers in NF4, in bitsandbytes' format, and generates with both.
+//! Writes a model with its layers in NF4, in bitsandbytes' format, and generates text with both models.
 //!
 //! `cargo run --release --example quantize -- models/demo target/demo-nf4`
 

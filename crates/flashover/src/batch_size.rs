@@ -1,62 +1,63 @@
-//! How many sequences at once.
+//! Search for the best batch size.
 
-/// Sequences that a card holds beside a model, when one takes `multiplier` times the model: what remains, divided; none
-/// where the model alone does not fit. A rule of thumb for what nobody has planned: [`crate::Plan`] knows better.
+/// Estimates the number of sequences that fit next to a model: `(available - model) / (model * multiplier)`, rounded
+/// down. Returns 0 if the model alone does not fit. This is a rule of thumb; a [`Plan`](crate::memory::Plan) is more
+/// precise.
 ///
 /// # Units
-/// All in bytes, or all in gigabytes.
+/// `model` and `available` share one unit, such as bytes or gigabytes. `multiplier` is the memory of a sequence as a
+/// share of the model's.
 ///
 /// # Panics
-/// For a multiplier or a model that is not above 0.
+/// If `model` or `multiplier` is not above 0.
 ///
 /// ```
 /// use flashover::memory::optimal_batch_size;
 ///
-/// // 10.5 GB are left beside 3.5 GB of weights; a sequence takes a fifth of them.
+/// 10.5 GB are left next to 3.5 GB of weights, and a sequence takes a fifth of the weights: 0.7 GB.
 /// assert_eq!(optimal_batch_size(3.5, 14.0, 0.2), 15);
 /// assert_eq!(optimal_batch_size(15.0, 14.0, 0.2), 0);
 /// ```
 pub fn optimal_batch_size(model: f64, available: f64, multiplier: f64) -> usize {
     assert!(model > 0.0 && multiplier > 0.0, "a sequence takes something");
-    // A rounding error short of a whole one is that one.
+    // Rounding errors must not lose a whole sequence.
     ((available - model) / (model * multiplier) + 1e-9).max(0.0) as usize
 }
 
-/// A batch that was found, and what was tried on the way.
+/// Best batch size of [`find_batch_size`], with all measurements.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BatchSize {
-    /// The best; 0 where not one sequence fits.
+    /// The batch size with the highest rate; 0 if not one sequence fits.
     pub batch: usize,
-    /// Its rate.
+    /// Rate of that batch, in the unit of the measurement.
     pub rate: f64,
-    /// All that were tried, in order.
+    /// All measurements in order.
     pub tries: Vec<BatchTry>,
 }
 
-/// A batch that was tried.
+/// A measured batch size.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct BatchTry {
-    /// Sequences that passed together.
+    /// Number of sequences in the batch.
     pub batch: usize,
-    /// What it gave a second; none where memory did not suffice.
+    /// Rate of the batch; none if it does not fit in memory.
     pub rate: Option<f64>,
 }
 
-/// A gain below this is noise.
+/// A gain below this factor is noise.
 const GAIN: f64 = 1.02;
-/// So many larger batches in a row that gain nothing are the end: one may be a size that kernels like less than those
-/// beside it.
+/// Number of larger batches in a row without gain that ends the search. A single size may just suit the kernels badly.
 const PATIENCE: usize = 2;
 
-/// Finds the batch with the highest rate by trying: from `start` half as many while memory does not suffice, then a
-/// quarter more as long as that fits and one of the last two was faster, up to `most`.
+/// Finds the batch size with the highest rate by measuring. From `start` it halves the batch until it fits in memory.
+/// Then it grows the batch by a quarter, up to `most`, while batches fit and one of the last two raised the rate by 2%.
 ///
-/// `rate` runs a batch and gives what it does a second, or none where memory does not suffice: of a model
-/// [`Engine::measure`](crate::Engine::measure), where [`GenerateError::is_memory`](crate::GenerateError::is_memory) tells the
-/// latter, as `flashover bench --find-batch` does.
+/// `rate` measures a batch and returns its rate per second, or none if the batch does not fit in memory. For a model,
+/// use [`Engine::measure`](crate::Engine::measure) and map errors with
+/// [`GenerateError::is_memory`](crate::GenerateError::is_memory) to none, as `flashover bench --find-batch` does.
 ///
 /// # Errors
-/// Those of `rate`.
+/// The errors of `rate`.
 pub fn find_batch_size<E>(
     start: usize,
     most: usize,
@@ -68,7 +69,7 @@ pub fn find_batch_size<E>(
         tries.push(BatchTry { batch, rate });
         Ok(rate)
     };
-    // The least that did not fit.
+    // Smallest batch that did not fit.
     let mut not = None;
     let mut batch = start.clamp(1, most.max(1));
     let mut best = loop {
@@ -81,7 +82,7 @@ pub fn find_batch_size<E>(
             }
         }
     };
-    // The last that fitted, and how many before it gained nothing.
+    // Largest batch that fitted, and the number of batches since the last gain.
     let (mut last, mut idle) = (best.0, 0);
     while idle < PATIENCE {
         let between = not.map_or(usize::MAX, |not| last + (not - last) / 2);
@@ -109,7 +110,7 @@ mod tests {
 
     use super::*;
 
-    /// A card that holds so many, and gains up to so many.
+    /// Searches on a card that holds `holds` sequences and whose rate grows up to `gains` sequences.
     fn found(start: usize, most: usize, holds: usize, gains: usize) -> (usize, Vec<usize>) {
         let rate = |batch: usize| {
             assert!(batch >= 1 && batch <= most.max(1), "{batch}");

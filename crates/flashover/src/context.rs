@@ -1,4 +1,4 @@
-//! A device of ours as `ops` and Burn take it.
+//! Conversion of a [`Device`] to the contexts of `ops` and Burn.
 
 use ops::Ctx;
 use time::OffsetDateTime;
@@ -7,7 +7,7 @@ use tune::{CacheError, Policy};
 
 use crate::device::Device;
 
-/// Configs of the user's cache and of those that ship, for ops on `device`.
+/// Returns the context for ops on `device`, with the configs of the user's cache and the shipped ones.
 pub(crate) fn context(device: &Device, policy: Policy) -> Result<Ctx, CacheError> {
     let now = OffsetDateTime::now_utc();
     let date = now.replace_nanosecond(0).unwrap_or(now).format(&Rfc3339);
@@ -18,12 +18,12 @@ pub(crate) fn context(device: &Device, policy: Policy) -> Result<Ctx, CacheError
     })
 }
 
-/// Logs what is wrong with the tune cache.
+/// Logs the warnings of the tune cache.
 pub(crate) fn log_warnings(ctx: &Ctx) {
     ctx.warnings().iter().for_each(|warning| log::warn!("{warning}"));
 }
 
-/// The same device in Burn's terms.
+/// Returns the same device as a Burn device.
 pub(crate) fn on_burn(device: &Device) -> burn::tensor::Device {
     device.into()
 }

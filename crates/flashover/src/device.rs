@@ -1,4 +1,4 @@
-//! Devices: what models and kernels run on.
+//! Devices that run models and kernels.
 
 use std::fmt;
 
@@ -8,15 +8,16 @@ use cubecl::client::Client;
 pub use arch::report;
 pub use arch::{ArchId, ArchProfile, Backend, DType, OpenError, UnknownBackend, UnknownProfile};
 
-/// A processor that is open through one back end. Clones share it.
+/// A GPU or CPU that is open through one backend. Clones share it.
 #[derive(Clone)]
 pub struct Device(arch::Device);
 
 impl Device {
-    /// Opens the device that `flashover doctor` calls chosen: the first GPU through CUDA, Vulkan or WebGPU, else the CPU.
+    /// Opens the device that `flashover doctor` marks as chosen: the first GPU through CUDA, Vulkan or WebGPU, or the
+    /// CPU.
     ///
     /// # Errors
-    /// [`OpenError`] if the CPU back end does not start either.
+    /// [`OpenError`] if no GPU opens and the CPU backend does not start.
     pub fn auto() -> Result<Self, OpenError> {
         Ok(Self(report::open_best()?))
     }
@@ -24,7 +25,7 @@ impl Device {
     /// Opens the first device of `backend`.
     ///
     /// # Errors
-    /// [`OpenError::Unavailable`] names what is missing and how to get it. Nothing falls back to another back end.
+    /// [`OpenError::Unavailable`] names the missing part and a way to get it. No other backend is tried.
     pub fn open(backend: Backend) -> Result<Self, OpenError> {
         Self::open_nth(backend, 0)
     }
@@ -32,39 +33,39 @@ impl Device {
     /// Opens device `ordinal` of `backend`, counted from 0.
     ///
     /// # Errors
-    /// [`OpenError::Unavailable`]; [`OpenError::Ordinal`] if there are fewer devices.
+    /// [`OpenError::Unavailable`]; [`OpenError::Ordinal`] if the backend has fewer devices.
     pub fn open_nth(backend: Backend, ordinal: usize) -> Result<Self, OpenError> {
         Ok(Self(arch::Device::open_nth(backend, ordinal)?))
     }
 
-    /// Opens CUDA device `ordinal`, counted from 0 as `CUDA_VISIBLE_DEVICES` leaves them.
+    /// Opens CUDA device `ordinal`, counted from 0 among the devices in `CUDA_VISIBLE_DEVICES`.
     ///
     /// # Errors
-    /// As [`Device::open_nth`].
+    /// The errors of [`Device::open_nth`].
     pub fn cuda(ordinal: usize) -> Result<Self, OpenError> {
         Self::open_nth(Backend::Cuda, ordinal)
     }
 
-    /// Opens Vulkan adapter `ordinal`, counted from 0. Software adapters do not count.
+    /// Opens Vulkan adapter `ordinal`, counted from 0 without software adapters.
     ///
     /// # Errors
-    /// As [`Device::open_nth`].
+    /// The errors of [`Device::open_nth`].
     pub fn vulkan(ordinal: usize) -> Result<Self, OpenError> {
         Self::open_nth(Backend::Vulkan, ordinal)
     }
 
-    /// Opens adapter `ordinal` for WGSL kernels, counted from 0, hardware before software.
+    /// Opens adapter `ordinal` for WGSL kernels, counted from 0 with hardware adapters before software adapters.
     ///
     /// # Errors
-    /// As [`Device::open_nth`].
+    /// The errors of [`Device::open_nth`].
     pub fn webgpu(ordinal: usize) -> Result<Self, OpenError> {
         Self::open_nth(Backend::WebGpu, ordinal)
     }
 
-    /// Opens the CPU, all of its cores.
+    /// Opens the CPU with all of its cores.
     ///
     /// # Errors
-    /// As [`Device::open`].
+    /// The errors of [`Device::open`].
     pub fn cpu() -> Result<Self, OpenError> {
         Self::open(Backend::Cpu)
     }
@@ -72,22 +73,22 @@ impl Device {
     /// Returns this device limited to the features and memory of a recorded profile, such as `rtx4090`.
     ///
     /// # Errors
-    /// [`OpenError::UnknownProfile`]; [`OpenError::ForeignProfile`] for a profile of another back end.
+    /// [`OpenError::UnknownProfile`]; [`OpenError::ForeignProfile`] for a profile of another backend.
     pub fn restrict(&self, profile: &str) -> Result<Self, OpenError> {
         Ok(Self(self.0.restrict(profile)?))
     }
 
-    /// Back end that the device was opened through.
+    /// Returns the backend that the device was opened through.
     pub fn backend(&self) -> Backend {
         self.0.backend()
     }
 
-    /// Index of the device among those of its back end.
+    /// Returns the index of the device among those of its backend, counted from 0.
     pub fn ordinal(&self) -> usize {
         self.0.ordinal()
     }
 
-    /// Features, limits and memory of the device.
+    /// Returns the features, limits and memory of the device.
     pub fn profile(&self) -> &ArchProfile {
         self.0.profile()
     }
@@ -96,7 +97,7 @@ impl Device {
         self.0.client()
     }
 
-    /// The device as the crates beneath take it.
+    /// Returns the device type of the internal crates.
     #[doc(hidden)]
     pub fn arch(&self) -> &arch::Device {
         &self.0
@@ -119,7 +120,7 @@ impl From<&Device> for burn::tensor::Device {
 impl TryFrom<&burn::tensor::Device> for Device {
     type Error = OpenError;
 
-    /// Fails with [`OpenError::Foreign`] for a device that CubeCL does not run, such as `Device::flex()`.
+    /// Returns [`OpenError::Foreign`] for a device that CubeCL does not run, such as `Device::flex()`.
     fn try_from(device: &burn::tensor::Device) -> Result<Self, OpenError> {
         match device.clone().inner().as_dispatch() {
             DispatchDevice::Cube(raw) => Ok(Self(arch::Device::of(raw.clone())?)),

@@ -1,35 +1,38 @@
-//! Failures of a device. CubeCL tells a lack of memory by its message alone, which is read here and nowhere else.
+//! Failures of a device. Only this module reads CubeCL's messages: they alone distinguish a lack of memory.
 
 use arch::Backend;
 
 use crate::device::Device;
 use crate::memory::{MemoryUsage, free_bytes};
 
-/// Why a device did not do what it was given.
+/// Failure of a device at run time.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The device had less than was planned, for others have some of it. CubeCL does not tell the largest block.
+    /// The device lacks memory, although the plan fitted: other processes may hold some of it. CubeCL does not report
+    /// the largest free block.
     #[error(
-        "the device could not give {need} bytes{}; this process has {} of it, {} of them in use\nhint: \
-         fewer sequences or a shorter context; Engine::clear_cache gives back what is kept for later; a budget \
-         leaves others their share",
-        free.map_or_else(String::new, |free| format!(", of {free} that are free")), have.reserved_bytes, have.used_bytes
+        "the device is out of memory: {need} bytes needed{}; this process holds {} bytes, {} of them in use\nhint: use \
+         fewer sequences or a shorter context; `Engine::clear_cache` returns unused pages to the device; a \
+         `MemoryBudget` leaves memory for other processes",
+        free.map_or_else(String::new, |free| format!(", {free} bytes free")), have.reserved_bytes, have.used_bytes
     )]
     OutOfMemory {
-        /// Bytes that were asked for.
+        /// Bytes of the failed allocation.
         need: u64,
-        /// What nobody has, where that is known.
+        /// Free bytes of the device, if known.
         free: Option<u64>,
-        /// What this process has there.
+        /// Memory of this process on the device.
         have: MemoryUsage,
     },
-    /// The device failed for another reason than a lack of memory; its own words.
-    #[error("the device failed: {0}")]
+    /// The device failed for another reason than a lack of memory; its error message.
+    #[error(
+        "the device failed: {0}\nhint: check the device with `flashover doctor`, or use another `Backend` (--backend)"
+    )]
     Failed(String),
 }
 
 impl DeviceError {
-    /// The failure that CubeCL's message `why` is of.
+    /// Returns the failure behind CubeCL's message `why`.
     pub(crate) fn of(device: &Device, why: String) -> Self {
         match bytes_lacked(&why) {
             None => Self::Failed(why),
@@ -42,7 +45,7 @@ impl DeviceError {
     }
 }
 
-/// Bytes that a device did not have, where CubeCL's error says that it is that.
+/// Returns the bytes of the failed allocation if CubeCL's error reports a lack of memory.
 fn bytes_lacked(why: &str) -> Option<u64> {
     let after = ["out of device memory allocating ", "can't allocate buffer of size: "]
         .into_iter()
@@ -52,8 +55,8 @@ fn bytes_lacked(why: &str) -> Option<u64> {
     after[..end].parse().ok()
 }
 
-/// Refuses more than is free on a host by now. Linux gives more addresses than there is memory, and ends a process that
-/// uses them; a card's driver refuses by itself.
+/// Refuses more than the free memory of a host. Linux overcommits and kills a process that uses too much; a card's
+/// driver refuses on its own.
 pub(crate) fn check_free(device: &Device, need: u128) -> Result<(), DeviceError> {
     if device.profile().backend != Backend::Cpu {
         return Ok(());
@@ -69,7 +72,7 @@ fn refuse_over(free: Option<u64>, have: MemoryUsage, need: u128) -> Result<(), D
     }
 }
 
-/// Of `need` bytes those that pages do not have yet.
+/// Returns the part of `need` bytes that exceeds the free space in allocated pages.
 fn lacking(have: MemoryUsage, need: u128) -> u64 {
     let spare = have.reserved_bytes.saturating_sub(have.used_bytes);
     u64::try_from(need).unwrap_or(u64::MAX).saturating_sub(spare)
@@ -93,10 +96,10 @@ mod tests {
         let refused = refuse_over(Some(6), have, 11).expect_err("seven of six");
         let said = refused.to_string();
         assert!(
-            said.starts_with("the device could not give 7 bytes, of 6 that are free; "),
+            said.starts_with("the device is out of memory: 7 bytes needed, 6 bytes free; "),
             "{said}"
         );
-        assert!(said.contains("\nhint: fewer sequences"), "{said}");
+        assert!(said.contains("\nhint: use fewer sequences"), "{said}");
         let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
         let refused = check_free(&device, 1 << 60);
         assert!(matches!(refused, Err(DeviceError::OutOfMemory { .. })), "{refused:?}");
@@ -107,7 +110,7 @@ mod tests {
         let cuda = "Execution { reason: \"out of device memory allocating 1048576 bytes\\n..\" }";
         assert_eq!(bytes_lacked(cuda), Some(1 << 20));
         assert_eq!(bytes_lacked("can't allocate buffer of size: 77"), Some(77));
-        // As a kernel that is timed has it.
+        // The form of the error for a timed kernel.
         let timed = "An execution error happened\nCaused by:\n  out of device memory allocating 503316480 bytes\nNo";
         assert_eq!(bytes_lacked(timed), Some(503_316_480));
         assert_eq!(bytes_lacked("the device was poisoned"), None);

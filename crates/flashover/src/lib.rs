@@ -1,7 +1,7 @@
 //! Flashover: a portable GPU engine for running and fine-tuning models.
 //!
-//! Kernels are written once and run through CUDA, Vulkan, WGSL and on the CPU; each is tuned for the
-//! card it runs on. This crate is the only public one: the others may change at any time.
+//! Each kernel is written once, runs through CUDA, Vulkan, WGSL and on the CPU, and is tuned for the card. This crate
+//! is the only public one; all other crates may change at any time.
 //!
 //! ```
 //! use flashover::{Backend, Device, Policy};
@@ -15,13 +15,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! That copies host tensors in and out. On the tensors of a Burn model, where they lie and with gradients,
-//! the kernels are the functions of [`ops`].
+//! The functions of [`host`] copy host tensors to the device and back. The functions of [`ops`] run the same kernels on
+//! the tensors of a Burn model, without copies and with gradients.
 //!
-//! [`Engine`] answers with a model from a Hugging Face folder, and [`quantize_model`] makes weights in 4 or
-//! 8 bits of one. With the feature `hub`, `hub::Hub` gives a model's folder by its name on the Hugging Face
-//! Hub. [`monitor`] reads heat, power, clocks, memory and load of every device, for people and for
-//! Prometheus.
+//! [`Engine`] loads a model from a Hugging Face folder and generates text. [`quantize_model`](quantize::quantize_model)
+//! writes a model's weights in 4 or 8 bits. [`train`] trains LoRA adapters. With the feature `hub`, `hub::Hub`
+//! downloads models from the Hugging Face Hub. [`monitor`] reads temperature, power, clocks, memory and load of every
+//! device, as text and for Prometheus.
 
 #![warn(missing_docs)]
 
@@ -59,14 +59,14 @@ pub use options::{Compute, EngineOptions};
 pub use quant::WeightFormat;
 pub use tune::Policy;
 
-/// Speed of a model: tests as llama-bench has them, and time by operator and by layer.
+/// Speed of a model: tests named as in llama-bench, and time per operator and per layer.
 pub mod bench {
     pub use crate::engine::{Ceilings, LayerProfile, Profile, Speed, SpeedTest};
     pub use crate::train::{TrainSpeed, TrainTest};
     pub use trace;
 }
 
-/// The examples of the README run as doc tests.
+/// Runs the examples of the README as doc tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;

@@ -1,4 +1,4 @@
-//! What can be wrong with a model's files and how it is to be loaded.
+//! Errors of loading a model.
 
 use std::path::PathBuf;
 
@@ -7,70 +7,74 @@ use arch::{Backend, DType, OpenError};
 use crate::device_error::DeviceError;
 use crate::memory::PlanError;
 
-/// Why a model is not loaded.
+/// Error of loading a model.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// A folder that holds no model of ours, or no adapter of this model.
+    /// The folder has no supported model, or no adapter of this model.
     #[error("{0}{hint}", hint = .0.hint())]
     Folder(models::Error),
-    /// Weights that cannot be read, or that the device does not hold or run.
+    /// The weights cannot be read, or the device cannot hold or run them.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// A tokenizer that cannot be read, or is another model's.
+    /// The tokenizer cannot be read, or belongs to another model.
     #[error(transparent)]
     Text(#[from] text::Error),
-    /// The model and its workload do not fit, or are not planned for.
+    /// The model and its workload do not fit in memory, or cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The device failed, or had less memory than was planned.
+    /// The device failed, or had less free memory than planned.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// No device opened.
+    /// No device opens.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// A model on the Hugging Face Hub that cannot be found or downloaded.
+    /// A model of the Hugging Face Hub is not found or not downloaded.
     #[cfg(feature = "hub")]
     #[error(transparent)]
     Hub(#[from] hub::HubError),
-    /// The dtype that was asked for is none of the device's.
-    #[error("the {backend} device has no {need}\nhint: f32 runs everywhere")]
+    /// The device lacks the requested dtype.
+    #[error("the {backend} device does not support {need}\nhint: use `Compute::F32` (--dtype f32)")]
     DType {
-        /// What was asked for.
+        /// The requested dtype.
         need: DType,
-        /// The device's.
+        /// Backend of the device.
         backend: Backend,
     },
-    /// Keys and values were to be in 8 bits, which the device does not store.
+    /// The device lacks i8, which [`KvFormat::Int8`](crate::KvFormat::Int8) needs.
     #[error(
-        "the {backend} device has no i8, for keys and values in 8 bits\nhint: KvFormat::Float or \
-         --kv-cache float holds them as they are computed"
+        "the {backend} device does not support i8, which a KV cache in 8 bits needs\nhint: use \
+         `KvFormat::Float` (--kv-cache float)"
     )]
     KvFormat {
-        /// The device's.
+        /// Backend of the device.
         backend: Backend,
     },
-    /// A shape that is none of [`Engine::shapes`](crate::Engine::shapes).
-    #[error("no published shape is called {shape}\nhint: one of {known}")]
+    /// The name is not one of [`Engine::shapes`](crate::Engine::shapes).
+    #[error("unknown shape `{shape}`\nhint: use one of {known}")]
     Shape {
-        /// The name that was asked for.
+        /// The requested name.
         shape: String,
-        /// Names that there are, separated by commas.
+        /// Valid names, separated by commas.
         known: String,
     },
-    /// More bits were asked for than matrices of this folder have: those are in 4 bits.
+    /// [`EngineOptions::quant`](crate::EngineOptions::quant) has more bits than the 4-bit weights of this folder.
     #[error(
-        "{} has matrices in 4 bits, which do not become 8\nhint: load it as it is, or what it was made of",
+        "{} has weights in 4 bits, which cannot be quantised to 8\nhint: leave out `EngineOptions::quant` (--quant), \
+         or load the original model",
         .0.display()
     )]
     FourBits(PathBuf),
-    /// [`EngineOptions::int8_activations`](crate::EngineOptions::int8_activations) without matrices in 8 bits, or not on CUDA.
+    /// [`EngineOptions::int8_activations`](crate::EngineOptions::int8_activations) is set without int8 weights or CUDA.
     #[error(
-        "what products read is rounded to 8 bits on CUDA alone, and where matrices are in 8 bits\nhint: leave \
-         int8_activations or --int8-activations out, or take --backend cuda and --quant int8"
+        "activations in 8 bits need int8 weights and CUDA\nhint: leave out `EngineOptions::int8_activations` \
+         (--int8-activations), or use `WeightFormat::Int8` (--quant int8) on `Backend::Cuda` (--backend cuda)"
     )]
     Int8Activations,
-    /// [`Compute::Tf32`](crate::Compute::Tf32) was asked for with matrices in 4 or 8 bits.
-    #[error("weights of 4 and 8 bits are not multiplied in tf32\nhint: f32 or bf16 beside them")]
+    /// [`Compute::Tf32`](crate::Compute::Tf32) is set for weights in 4 or 8 bits.
+    #[error(
+        "expected dense weights for tf32, got weights in 4 or 8 bits\nhint: \
+         use `Compute::F32` or `Compute::Bf16` (--dtype)"
+    )]
     Tf32,
     /// The tune cache cannot be read or written.
     #[error(transparent)]
@@ -78,7 +82,7 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// How many positions the model has, where more were asked for.
+    /// Returns the model's context length if the error is a request for more positions.
     pub const fn context(&self) -> Option<usize> {
         match self {
             Self::Plan(why) => why.context(),

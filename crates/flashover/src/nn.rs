@@ -1,11 +1,11 @@
-//! Modules of Burn that run Flashover's kernels. Their parameters are Burn's, so its optimizers, records and
+//! Burn modules that run Flashover's kernels. Their parameters are Burn's, so Burn's optimizers, records and
 //! quantisation work on them.
 
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Tensor};
 use ops::{Activation, Ctx, Epilogue, OpError, linear};
 
-/// A linear layer `activation(x · weight + bias)` in one launch.
+/// A linear layer: `activation(x · weight + bias)` in one launch.
 ///
 /// ```
 /// use flashover::burn::tensor::{Device, Distribution, Tensor};
@@ -21,14 +21,14 @@ use ops::{Activation, Ctx, Epilogue, OpError, linear};
 /// ```
 #[derive(Module, Debug)]
 pub struct Linear {
-    /// `[inputs, outputs]`
+    /// Weight: `[inputs, outputs]`.
     pub weight: Param<Tensor<2>>,
-    /// `[outputs]`
+    /// Bias: `[outputs]`; none for a layer without bias.
     pub bias: Option<Param<Tensor<1>>>,
 }
 
 impl Linear {
-    /// Draws parameters uniformly from ±1/√inputs, as Burn's and PyTorch's linear layers do.
+    /// Returns a layer with parameters drawn uniformly from ±1/√inputs, as in Burn's and PyTorch's linear layers.
     pub fn new(inputs: usize, outputs: usize, bias: bool, device: &Device) -> Self {
         let uniform = Initializer::KaimingUniform { gain: 1.0 / 3f64.sqrt(), fan_out_only: false };
         let (fan_in, fan_out) = (Some(inputs), Some(outputs));
@@ -41,10 +41,10 @@ impl Linear {
     /// Returns `activation(x · weight + bias)`; gradients flow to x and to the parameters.
     ///
     /// # Shapes
-    /// x `[.., inputs]`, result `[.., outputs]`.
+    /// x: `[.., inputs]`; result: `[.., outputs]`.
     ///
     /// # Errors
-    /// As [`ops::linear`](linear).
+    /// The errors of [`ops::linear`](linear).
     pub fn forward<const D: usize>(
         &self,
         ctx: &Ctx,

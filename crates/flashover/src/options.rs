@@ -1,49 +1,50 @@
-//! How a model is put on a device.
+//! Options of loading a model.
 
 use models::{KvFormat, Workload};
 use quant::WeightFormat;
 
 use crate::memory::MemoryBudget;
 
-/// How [`Engine::load`](crate::Engine::load) puts a model on a device.
+/// Options of [`Engine::load`](crate::Engine::load).
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct EngineOptions {
-    /// What is computed in. When none, f32 on a CPU and where the device lacks the files' dtype, and that
-    /// elsewhere.
+    /// Compute dtype. None takes f32 on a CPU or if the device lacks the files' dtype, and the files' dtype otherwise.
     pub dtype: Option<Compute>,
-    /// Quantises the matrices of the layers that are dense in the files, and those with more bits; files with fewer bits
-    /// are an error: [`LoadError::FourBits`](crate::LoadError::FourBits).
+    /// Format to quantise the layers' matrices to while they load. It applies to matrices that are dense in the files
+    /// or have more bits. Files with fewer bits are an error: [`LoadError::FourBits`](crate::LoadError::FourBits). None
+    /// keeps the formats of the files.
     pub quant: Option<WeightFormat>,
-    /// How keys and values are held.
+    /// Format of the KV cache; the compute dtype by default.
     pub kv: KvFormat,
-    /// Whether prompts multiply bytes by bytes where matrices are in 8 bits, on CUDA, from 128 rows on: what a product
-    /// reads is rounded to a byte an element and a scale a row, but for columns that reach the threshold of the files or
-    /// 6 (`LLM.int8()`). Faster where few columns do, and less exact; each of them costs a multiply-add a result, and a
-    /// model in which thousands do is slower with it.
+    /// True to round the activations of int8 matmuls to 8 bits with one scale per row, on CUDA, from 128 rows on; false
+    /// by default. Outlier columns stay in the compute dtype: columns with a value of at least the files' threshold, or
+    /// 6, as in `LLM.int8()`. This speeds up prefill and is less exact. Each outlier column costs one multiply-add per
+    /// result, so a model with thousands of outlier columns becomes slower.
     pub int8_activations: bool,
-    /// What a shape whose config is not known gets.
+    /// Policy for shapes without a tuned config. None takes `Policy::Default`.
     pub policy: Option<tune::Policy>,
-    /// How much of the device's memory the model and its sequences may take.
+    /// Limits on the device memory of the model and its sequences; no limits by default.
     pub budget: MemoryBudget,
-    /// Most positions of a sequence, also past those that config.json says; when none those, as rope scaling stretches them.
+    /// Maximum context length in tokens. It may exceed the length in config.json. None takes that length, including
+    /// RoPE scaling.
     pub max_context: Option<usize>,
-    /// Workload that must fit for the model to be loaded; one position of one sequence when none.
+    /// Workload that must fit in memory for the model to load. None takes one position of one sequence.
     pub workload: Option<Workload>,
-    /// Number of tokens of the first prompt, if it is known: on CUDA, kernels for it and for the decode step of the workload
-    /// are compiled while weights load. Kernels of other shapes are compiled before their first launch.
+    /// Number of tokens of the first prompt, if known. On CUDA, the kernels for this prefill and for the workload's
+    /// decode step then compile while weights load. Kernels for other shapes compile before their first launch.
     pub prompt: Option<usize>,
 }
 
-/// What a model computes in; logits are f32.
+/// Compute dtype of a model. Logits are always f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compute {
-    /// 32 bits, IEEE 754.
+    /// f32: 32 bits, IEEE 754.
     F32,
-    /// f32 but for products with dense matrices, whose operands tensor cores round to 10 bits of mantissa where more than
-    /// 8 rows meet one: CUDA alone.
+    /// f32, except that matmuls with dense matrices and more than 8 rows round their operands to a mantissa of 10 bits
+    /// for the tensor cores. Available on CUDA only.
     Tf32,
-    /// 16 bits, IEEE 754: 10 of mantissa, numbers up to 65504.
+    /// f16: 16 bits, IEEE 754, with a mantissa of 10 bits and values up to 65504.
     F16,
-    /// 16 bits: the exponents of f32 and 7 bits of mantissa.
+    /// bf16: 16 bits, with the exponents of f32 and a mantissa of 7 bits.
     Bf16,
 }

@@ -1,4 +1,4 @@
-//! A model before it is loaded: what is computed in, how weights are held, and how much that takes.
+//! Choice of a model's formats, and its memory, before it is loaded.
 
 #[cfg(test)]
 mod tests;
@@ -19,7 +19,7 @@ use crate::load_error::LoadError;
 use crate::memory::{Plan, PlannedModel};
 use crate::options::{Compute, EngineOptions};
 
-/// A model that is known, and not yet on a device.
+/// A model with known formats and memory that is not yet on a device.
 pub(crate) struct Prepared {
     pub(crate) planned: PlannedModel,
     pub(crate) load: LoadOptions,
@@ -75,7 +75,7 @@ impl Prepared {
         Ok(Self { planned, load })
     }
 
-    /// Refuses what does not fit.
+    /// Refuses a workload that does not fit in memory.
     pub(crate) fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), LoadError> {
         let workload = options.workload.clone().unwrap_or(Workload::new(1, 1));
         let plan = self.planned.checked(workload)?.fitting()?;
@@ -84,11 +84,11 @@ impl Prepared {
 }
 
 impl Plan {
-    /// Plans for a Hugging Face folder on a device of this profile. Only the headers of its files are read.
+    /// Plans for a Hugging Face folder on a device with this profile. Reads only the headers of the weights.
     ///
     /// # Errors
-    /// As [`crate::Engine::load`], except that a plan which does not [fit](Plan::fits) is returned; [`LoadError::Plan`] for
-    /// an adapter that the model cannot have.
+    /// The errors of [`crate::Engine::load`], but a plan that does not [fit](Plan::fits) is returned.
+    /// [`LoadError::Plan`] for an adapter that the model cannot have.
     pub fn of_folder(
         profile: &ArchProfile,
         folder: impl AsRef<Path>,
@@ -100,10 +100,10 @@ impl Plan {
         Ok(prepared.planned.checked(workload)?)
     }
 
-    /// Plans for a published shape, as [`crate::Engine::random`] makes it.
+    /// Plans for a published shape with random weights, as in [`crate::Engine::random`].
     ///
     /// # Errors
-    /// As [`crate::Engine::random`] and [`Plan::of_folder`].
+    /// The errors of [`crate::Engine::random`] and [`Plan::of_folder`].
     pub fn of_shape(
         profile: &ArchProfile,
         shape: &str,
@@ -115,13 +115,13 @@ impl Plan {
     }
 }
 
-/// Returns the model with the context that the options ask for.
+/// Returns the config with the context length of the options.
 fn in_context(config: DecoderConfig, options: &EngineOptions) -> Result<DecoderConfig, LoadError> {
     let Some(positions) = options.max_context else { return Ok(config) };
     config.with_context(positions).map_err(LoadError::Model)
 }
 
-/// Returns the number formats of a model; load options that are made here have a dtype.
+/// Returns the number formats of a model. Load options made in this module always have a dtype.
 fn precision(
     profile: &ArchProfile,
     load: &LoadOptions,
@@ -153,7 +153,7 @@ fn load_options(
 ) -> Result<LoadOptions, LoadError> {
     let stored = &profile.dtypes;
     let dtype = match options.dtype {
-        // A CPU computes in f32 whatever is stored; WGSL has no 16 bits here.
+        // A CPU computes in f32 for every stored dtype. WGSL has no 16-bit dtypes here.
         None => {
             let wide = profile.backend == Backend::Cpu || !stored.contains(&storage(file));
             Some(if wide { FloatDType::F32 } else { file })

@@ -1,4 +1,4 @@
-//! Configurations for what models are used for, worked out from the plan of the model on the card at hand.
+//! Configurations for common uses, computed from the plan of the model on the card.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,21 +10,22 @@ use crate::load_error::LoadError;
 use crate::memory::Plan;
 use crate::options::EngineOptions;
 
-/// What a model is used for. Each asks for a context, takes the precision that leaves room for the batch that it wants,
-/// and then as many sequences as fit.
+/// Use of a model. Each preset has a context length, a list of precisions and a range of batch sizes. It takes the
+/// first precision that fits the smallest batch of the range, or otherwise the precision that fits the largest batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preset {
-    /// Long answers to a few at once: precision first, then up to 8 sequences.
+    /// Long completions for a few users: 2048 tokens; unquantised if 4 sequences fit, otherwise NF4; up to 8
+    /// sequences.
     CodeGeneration,
-    /// As many as possible at once: 4 bits, up to 32 sequences.
+    /// Many completions at once: 2048 tokens; NF4; up to 32 sequences.
     Inference,
-    /// One answer, as soon as possible: the fewest bytes a token, one sequence.
+    /// One completion as fast as possible: 1024 tokens; NF4, for the fewest bytes per token; 1 sequence.
     Latency,
-    /// An adapter: precision first, then up to 8 sequences.
+    /// Training of an adapter: 512 tokens; unquantised if 4 sequences fit, otherwise NF4; up to 8 sequences.
     Training,
 }
 
-/// The options and the plan that a preset chose.
+/// Options and plan that a preset chose.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chosen {
     /// Options to load the model with.
@@ -34,11 +35,11 @@ pub struct Chosen {
 }
 
 impl Preset {
-    /// All of them.
+    /// All presets.
     pub const ALL: [Self; 4] =
         [Self::CodeGeneration, Self::Inference, Self::Latency, Self::Training];
 
-    /// As the command line has it.
+    /// Returns the name of the preset on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::CodeGeneration => "code-generation",
@@ -48,7 +49,7 @@ impl Preset {
         }
     }
 
-    /// The precisions to try, the most wanted first.
+    /// Returns the precisions to try, in order of preference.
     const fn quants(self) -> &'static [Option<WeightFormat>] {
         match self {
             Self::CodeGeneration | Self::Training => &[None, Some(WeightFormat::Nf4)],
@@ -56,7 +57,7 @@ impl Preset {
         }
     }
 
-    /// `options` with each precision to try: their own, where they have one.
+    /// Returns `options` with each precision to try. A precision in `options` is the only one to try.
     fn precisions(self, options: &EngineOptions) -> Vec<EngineOptions> {
         let quants = match options.quant {
             Some(_) => &[options.quant],
@@ -65,7 +66,7 @@ impl Preset {
         quants.iter().map(|quant| EngineOptions { quant: *quant, ..options.clone() }).collect()
     }
 
-    /// Positions of a sequence, sequences that are wanted at least, and at most.
+    /// Returns the context length in tokens, and the smallest and the largest batch size.
     const fn wants(self) -> (usize, usize, usize) {
         match self {
             Self::CodeGeneration => (2048, 4, 8),
@@ -75,16 +76,16 @@ impl Preset {
         }
     }
 
-    /// Positions of a sequence, where nobody asks for others.
+    /// Returns the default context length in tokens.
     pub const fn context(self) -> usize {
         self.wants().0
     }
 
-    /// Chooses the precision for a known workload: the most wanted in which `plan` fits. The precision of `options` is kept
-    /// where they have one.
+    /// Chooses the precision for a fixed workload: the preferred one for which `plan` fits. A precision in `options` is
+    /// kept.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) where it fits in none.
+    /// The errors of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) if it fits in no precision.
     pub fn precision(
         self,
         options: &EngineOptions,
@@ -102,12 +103,13 @@ impl Preset {
         Ok(Chosen { options: options.clone(), plan })
     }
 
-    /// Chooses precision and batch by plans, such as [`Plan::of_folder`] makes, of workloads that `plan` trains on for
-    /// [`Preset::Training`]. Of options the precision is the preset's where none is asked for, the rest is kept. A model of
-    /// a shorter context than the preset's keeps its own.
+    /// Chooses precision and batch size. `plan` plans a workload, for example with [`Plan::of_folder`]; for
+    /// [`Preset::Training`] it must plan for training. A precision in `options` is kept, as are all other options. A
+    /// model with a shorter context than the preset's keeps its own.
     ///
     /// # Errors
-    /// Those of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) where not one sequence fits in any precision.
+    /// The errors of `plan`; [`PlanError::Memory`](crate::memory::PlanError::Memory) if not one sequence fits in any
+    /// precision.
     pub fn choose(
         self,
         options: &EngineOptions,
@@ -144,9 +146,9 @@ impl fmt::Display for Preset {
     }
 }
 
-/// A name that is no preset's.
+/// The name of a preset is unknown.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown preset `{0}`\nhint: one of code-generation, inference, latency, training")]
+#[error("unknown preset `{0}`\nhint: use one of code-generation, inference, latency, training")]
 pub struct UnknownPreset(String);
 
 impl FromStr for Preset {
@@ -184,7 +186,7 @@ mod tests {
 
     #[test]
     fn the_numbers_are_the_plans() {
-        // Eight sequences in bf16 fit a large card, and only in 4 bits a small one.
+        // Eight sequences fit a large card in bf16, and a small one only in 4 bits.
         for (card, quant) in [("h200", None), ("rtx4080", Some(WeightFormat::Nf4))] {
             let Chosen { options, plan } =
                 chosen(Preset::CodeGeneration, card, "llama-3-8b").expect("fits");
@@ -237,6 +239,6 @@ mod tests {
             assert_eq!(preset.to_string().parse(), Ok(preset));
         }
         let unknown = "gaming".parse::<Preset>().expect_err("none of ours");
-        assert!(unknown.to_string().contains("hint: one of code-generation"));
+        assert!(unknown.to_string().contains("hint: use one of code-generation"));
     }
 }

@@ -1,16 +1,15 @@
-//! A Hugging Face folder, the matrices of its layers in 4 or 8 bits.
+//! Quantisation of a model's folder: writes it again with the layers' matrices in 4 or 8 bits.
 //!
 //! ```text
 //!   for each tensor, one at a time:
-//!     a matrix of a layer     [out, in] to the device; codes and absmax back; into the file
-//!     any other               into the file as it is
-//!   config.json               with what transformers writes of such weights
-//!   other files               as they are
+//!     matrix of a layer       upload [out, in], quantise, download values and scales, write
+//!     any other tensor        write unchanged
+//!   config.json               add the quantization_config that transformers writes for these weights
+//!   other files               copy
 //! ```
 //!
-//! All of it goes to a folder beside the one that was asked for, which gets its name when it is whole.
-//! Matrices that are stored `[in, out]`, as GPT-2's, are turned first, and fused ones stay fused: transformers
-//! does so too.
+//! All files go to a temporary folder next to the output folder, which is renamed when it is complete. Matrices stored
+//! as `[in, out]`, as in GPT-2, are transposed first. Fused matrices stay fused, as in transformers.
 
 mod errors;
 mod folder;
@@ -38,23 +37,25 @@ use shards::Shard;
 
 use crate::device::Device;
 
-/// How [`quantize_model`] writes weights.
+/// Options of [`quantize_model`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantizeOptions {
-    /// What the matrices of the layers become.
+    /// Format of the layers' matrices; NF4 by default.
     pub format: WeightFormat,
-    /// Values that share an absmax in 4 bits: a power of two from 32 to 4096. In 8 bits those of a row do.
+    /// Number of values that share an absmax in 4 bits: a power of two from 32 to 4096, 64 by default. In 8 bits each
+    /// row has one scale.
     pub block_size: u32,
-    /// Whether absmax of 4 bits are bytes themselves, which bitsandbytes calls double quantization.
+    /// True to quantise the absmax of 4-bit weights to 8 bits as well (bitsandbytes' double quantization); true by
+    /// default.
     pub nested: bool,
-    /// Bytes of tensors that a file holds at most, unless one tensor has more.
+    /// Maximum bytes of tensors per file, unless a single tensor has more; 5 GB by default.
     pub shard_bytes: u64,
-    /// Whether what was written is decoded again and compared with what it was made of.
+    /// True to dequantise the written weights and compare them with the originals; false by default.
     pub measure: bool,
 }
 
 impl QuantizeOptions {
-    /// The format with the block and the scales that these options say, where it has such options.
+    /// Returns the format with the options' block size and scales, if the format has these options.
     pub(super) fn scheme(&self) -> Scheme {
         let scheme = self.format.scheme();
         match self.format.info().has_options {
@@ -69,7 +70,7 @@ impl QuantizeOptions {
 }
 
 impl Default for QuantizeOptions {
-    /// NF4 in blocks of 64, nested, in files of 5 GB.
+    /// Returns NF4 in blocks of 64, nested, in files of up to 5 GB, without measuring.
     fn default() -> Self {
         Self {
             format: WeightFormat::Nf4,
@@ -81,149 +82,150 @@ impl Default for QuantizeOptions {
     }
 }
 
-/// What [`quantize_model`] wrote.
+/// Result of [`quantize_model`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuantizedModel {
-    /// What the matrices became.
+    /// Format of the quantised matrices.
     pub quant: WeightFormat,
-    /// Of 4 bits.
+    /// Block size; none for 8 bits.
     pub block_size: Option<u32>,
-    /// Of 4 bits, whether absmax are bytes themselves.
+    /// True if the absmax is quantised too; none for 8 bits.
     pub nested: Option<bool>,
-    /// In the order of their names.
+    /// Quantised weights, ordered by name.
     pub weights: Vec<QuantizedWeight>,
-    /// Of all of `weights`.
+    /// Totals over `weights`.
     pub total: Figures,
-    /// Tensors that were left as they are.
+    /// Number of tensors that are written unchanged.
     pub kept: usize,
-    /// Bytes of all tensors, before.
+    /// Bytes of all tensors of the source.
     pub bytes_before: u64,
-    /// Bytes of all tensors, after.
+    /// Bytes of all tensors of the result.
     pub bytes: u64,
-    /// The most that was taken meanwhile.
+    /// Peak memory of the run.
     pub peaks: Peaks,
 }
 
-/// A weight in 4 or 8 bits.
+/// A weight that was quantised to 4 or 8 bits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuantizedWeight {
-    /// As the file has it.
+    /// Name of the tensor in the file.
     pub name: String,
-    /// `[out, in]`
+    /// Shape: `[out, in]`.
     pub shape: [usize; 2],
-    /// Its own.
+    /// Size and errors of this weight.
     #[serde(flatten)]
     pub figures: Figures,
 }
 
-/// How small, and how close.
+/// Size and errors of quantised weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Figures {
-    /// Numbers that were quantised.
+    /// Number of quantised values.
     pub values: u64,
-    /// In the file: codes, absmax, and what says how to read them.
+    /// Bytes in the file: values, absmax and metadata.
     pub bytes: u64,
-    /// `bytes` over `values`, in bits.
+    /// Bits per value: `8 · bytes / values`.
     pub bits_per_weight: f64,
-    /// Where [`QuantizeOptions::measure`] asked for them.
+    /// Errors, if [`QuantizeOptions::measure`] is set.
     #[serde(flatten)]
     pub errors: Option<WeightErrors>,
 }
 
-/// What the weights of a file, decoded, differ by from those they were made of.
+/// Difference between dequantised weights and their originals w.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct WeightErrors {
-    /// ‖w - decoded‖ / ‖w‖, 0 where all of w is 0.
+    /// ‖w - dequantised‖ / ‖w‖; 0 if all of w is 0.
     pub relative_error: f64,
-    /// max |w - decoded|
+    /// max |w - dequantised|
     pub largest_error: f64,
 }
 
-/// Why a model was not quantised. Nothing was written then.
+/// Error of [`quantize_model`]. The output folder is then left as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizeError {
     /// The folder has no model that can be read.
     #[error("{0}{hint}", hint = .0.hint())]
     Model(models::Error),
-    /// Its tokenizer cannot be read or is another model's.
+    /// The tokenizer cannot be read or belongs to another model.
     #[error(transparent)]
     Text(#[from] text::Error),
-    /// Weights that are in 4 or 8 bits in the files.
-    #[error("{what} is quantised already\nhint: quantise the weights that it was made of")]
+    /// The files' weights are already in 4 or 8 bits.
+    #[error("{what} is already quantised\nhint: quantise the original model")]
     Quantized {
-        /// The tensor, or the field of config.json that says so.
+        /// The tensor, or the field of config.json, that shows it.
         what: String,
     },
-    /// The folder to write to is taken, or cannot be made there; which one and why.
-    #[error("{}\nhint: name a folder that is not there yet, or an empty one", .0)]
+    /// The output folder is taken or cannot be created: which one, and the reason.
+    #[error("{}\nhint: name a new or an empty folder", .0)]
     Output(String),
-    /// A block size that there is not.
+    /// The block size is invalid.
     #[error(transparent)]
     Block(InvalidWeight),
-    /// A matrix of a size that codes do not take, such as an empty one.
+    /// The format does not support a matrix of this size, such as an empty one.
     #[error("tensor {tensor}: {why}")]
     Weight {
-        /// Its name.
+        /// Name of the tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// Reason.
         why: InvalidWeight,
     },
-    /// A weight with infinities or NaN.
+    /// A weight has infinities or NaN.
     #[error(
-        "tensor {tensor} holds infinities or NaN\nhint: codes stand for finite numbers only; the checkpoint is damaged"
+        "tensor {tensor} holds infinities or NaN\nhint: quantised values must be finite; the checkpoint is damaged"
     )]
     NotFinite {
-        /// Its name.
+        /// Name of the tensor.
         tensor: String,
     },
-    /// A matrix that the device has no buffer for.
+    /// The device has no buffer that is large enough for a matrix.
     #[error(
-        "tensor {tensor} takes {need} bytes, and the device gives {have} at once\nhint: --backend cpu may have more"
+        "tensor {tensor} needs a buffer of {need} bytes, but the device allows at most {have}\nhint: use \
+         `Backend::Cpu` (--backend cpu)"
     )]
     Memory {
-        /// Its name.
+        /// Name of the tensor.
         tensor: String,
-        /// Bytes of the buffer.
+        /// Bytes required.
         need: u64,
-        /// Bytes of the largest buffer that the device gives.
+        /// Bytes of the device's largest buffer.
         have: u64,
     },
-    /// A matrix that the device cannot quantise.
-    #[error("tensor {tensor}: {why}\nhint: another --backend may serve it")]
+    /// The device cannot quantise a matrix.
+    #[error("tensor {tensor}: {why}\nhint: use another `Backend` (--backend)")]
     Unsupported {
-        /// Its name.
+        /// Name of the tensor.
         tensor: String,
-        /// What the device lacks.
+        /// Feature that the device lacks.
         why: Infeasible,
     },
-    /// The device failed at a matrix.
+    /// The device failed while it quantised a matrix.
     #[error(
-        "tensor {tensor}: the device failed: {why}\nhint: `flashover doctor` says what this machine has; \
-         another --backend may do it"
+        "tensor {tensor}: the device failed: {why}\nhint: check the device with `flashover doctor`, or use another \
+         `Backend` (--backend)"
     )]
     Failed {
-        /// Its name.
+        /// Name of the tensor.
         tensor: String,
-        /// What the device says.
+        /// Error message of the device.
         why: String,
     },
-    /// A format that no file has.
+    /// No file stores this format.
     #[error(transparent)]
     NotStored(NotStored),
-    /// A file or folder that cannot be written.
+    /// A file or folder cannot be written.
     #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {
-        /// The file or folder.
+        /// Path of the file or folder.
         path: PathBuf,
-        /// As the system says.
+        /// Error of the operating system.
         why: io::Error,
     },
-    /// The caller's `stop` said so.
-    #[error("stopped before the model was whole; nothing was written")]
+    /// The caller's `stop` returned true.
+    #[error("stopped before the model was complete; nothing was written")]
     Stopped,
 }
 
-// By hand: as sources they would be printed twice.
+// Implemented by hand: `#[from]` would make them sources, which are printed a second time.
 impl From<models::Error> for QuantizeError {
     fn from(why: models::Error) -> Self {
         Self::Model(why)
@@ -236,15 +238,15 @@ impl From<checkpoint::Error> for QuantizeError {
     }
 }
 
-/// Writes the model of the folder `model` to the folder `output`, the matrices of its layers in 4 or 8 bits, so
-/// that transformers with bitsandbytes loads it, and so does this library. Embeddings, norms, biases and the
-/// output projection stay as they are.
+/// Quantises the model in the folder `model` to the new folder `output`, for transformers with bitsandbytes and for
+/// this library. The layers' matrices get 4 or 8 bits. Embeddings, norms, biases and the output projection stay
+/// unchanged.
 ///
-/// Tensor by tensor: beside what was there before, the host holds the values of one and the device one with
-/// its codes. [`QuantizedModel::peaks`] says how much that was.
+/// One tensor is processed at a time. The host holds the values of one tensor, and the device one tensor with its
+/// quantised values. [`QuantizedModel::peaks`] reports the peak memory.
 ///
 /// # Errors
-/// [`QuantizeError`]; nothing is left in `output` then.
+/// [`QuantizeError`]. The output folder is then left as it was.
 pub fn quantize_model(
     device: &Device,
     model: &Path,
@@ -254,10 +256,10 @@ pub fn quantize_model(
     quantize_model_until(device, model, output, options, &|| false)
 }
 
-/// The same, which ends before the next tensor or file once `stop` says so.
+/// Runs [`quantize_model`], and ends before the next tensor or file if `stop` returns true.
 ///
 /// # Errors
-/// As [`quantize_model`]; [`QuantizeError::Stopped`].
+/// The errors of [`quantize_model`]; [`QuantizeError::Stopped`].
 pub fn quantize_model_until(
     device: &Device,
     model: &Path,
@@ -325,7 +327,7 @@ impl Figures {
     }
 }
 
-/// What is to be done, all of it checked.
+/// Work to do, checked in advance.
 struct Job<'a> {
     checkpoint: &'a Checkpoint,
     matrices: BTreeMap<String, Matrix>,
@@ -347,7 +349,7 @@ impl<'a> Job<'a> {
         Ok(job)
     }
 
-    /// The tensors that one of the model becomes.
+    /// Returns the tensors that one tensor of the model becomes.
     fn plan(&self, name: &str) -> Result<Vec<Plan>, QuantizeError> {
         if let Some(matrix) = self.matrices.get(name) {
             return matrix.plan();
@@ -356,7 +358,7 @@ impl<'a> Job<'a> {
         Ok(vec![Plan::new(name, tensor.dtype, &tensor.shape)])
     }
 
-    /// What layers compute in: the type that their matrices had.
+    /// Returns the compute dtype of the layers: the dtype of their matrices before.
     fn compute_dtype(&self) -> &'static str {
         self.matrices.values().next().map_or("float32", Matrix::dtype_name)
     }
@@ -366,7 +368,7 @@ impl<'a> Job<'a> {
         self.checkpoint.names().map(bytes).sum()
     }
 
-    /// Writes a file; returns the bytes of each tensor in it.
+    /// Writes a file and returns the bytes of each tensor in it.
     fn write(
         &self,
         device: &Device,
@@ -396,7 +398,7 @@ impl<'a> Job<'a> {
         Ok(sizes)
     }
 
-    /// How far a weight of the file is from what it was made of.
+    /// Compares a written weight with its original.
     fn compare(&self, matrix: &Matrix, written: &Checkpoint) -> Result<Sums, QuantizeError> {
         let values = matrix.values(self.checkpoint)?;
         let Some(sums) = errors::compare(&values, matrix.dtype, &written.weight(&matrix.name)?)

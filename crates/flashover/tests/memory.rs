@@ -1,4 +1,5 @@
-//! What a model takes of a device is what was planned. Alone in its process: pools are everybody's.
+//! Compares memory use on the device with the plan. This test runs alone in its process, because all threads share
+//! pools.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +17,7 @@ fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models").join(name)
 }
 
-/// The most that was alive, and held, while so many tokens passed and were generated.
+/// Returns the peak bytes of live buffers and of pages while `prompt` tokens are prefilled and `generated` decoded.
 fn peaks(engine: &Engine, prompt: usize, generated: usize) -> [u64; 2] {
     let tokens: Vec<u32> = (0..prompt as u32).map(|id| id * 7 % 1000).collect();
     let request = Request {
@@ -38,7 +39,7 @@ fn gap(have: u64, planned: u64) -> f64 {
     have as f64 / planned as f64 - 1.0
 }
 
-/// The most that was alive while a prompt passed once for several answers.
+/// Returns the peak bytes of live buffers while one prompt is prefilled once for several completions.
 fn peak_of_answers(engine: &Engine, prompt: &[u32], answers: usize, request: &Request) -> u64 {
     let recording = Recording::start().expect("the only one");
     let all = engine.generate_batch(&[prompt], answers, request).expect("it fits");
@@ -67,11 +68,11 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
             gap(reserved, plan.peak_bytes())
         );
         assert!(gap(used, plan.peak_bytes()) < 0.05, "{used} {plan}");
-        // A pool's page is whole MiB, and room for what passes is one page.
+        // Pages are rounded up to whole MiB, and activations take one page.
         let held = reserved.saturating_sub(2 << 20);
         assert!(gap(held, plan.peak_bytes()) < 0.05, "{reserved} {plan}");
         assert!(gap(reserved, plan.peak_bytes()) > -0.05, "{reserved} {plan}");
-        // Sessions of other lengths, one after the other, do not pile up.
+        // Consecutive sessions of different lengths do not accumulate memory.
         let mut most = 0;
         for length in 300..320 {
             let session = engine.session(length).expect("it fits");
@@ -80,7 +81,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         }
         let two = plan.peak_bytes() + (plan.peak_bytes() - plan.weights_bytes) + (16 << 20);
         assert!(most < two, "{most} of {two}: {plan}");
-        // Answers that share a prompt take whole pages of their own.
+        // Completions that share a prompt have whole pages of their own.
         engine.clear_cache().expect("nothing is captured");
         let prompt: Vec<u32> = (0..70).map(|id| id * 7 % 1000).collect();
         let request = Request {
@@ -91,11 +92,11 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         };
         let answers = engine.plan(engine.workload(&[&prompt], 60, &request)).expect("valid");
         let used = peak_of_answers(&engine, &prompt, 60, &request);
-        // Between steps nothing passes.
+        // Between steps no activations are alive.
         let over = gap(used, answers.weights_bytes + answers.cache_bytes);
         println!("{quant:?}: 60 answers {over:+.4}");
         assert!(over.abs() < 0.05, "{used} {answers}");
-        // A budget that is refused leaves the device as it was, and the model answers on.
+        // A refused session leaves the device unchanged, and the model still works.
         engine.clear_cache().expect("nothing is captured");
         let before = engine.memory().used_bytes;
         let limit_bytes = Some(plan.peak_bytes());
@@ -126,7 +127,7 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
     going(&device);
 }
 
-/// An adapter beside matrices in 4 bits is in the plan, before and after it is loaded.
+/// The plan includes an unmerged adapter of 4-bit weights, before and after loading.
 fn adapted(device: &Device) {
     let options = EngineOptions { quant: Some(WeightFormat::Nf4), ..EngineOptions::default() };
     let folder = tempfile::tempdir().expect("a folder");
@@ -144,7 +145,7 @@ fn adapted(device: &Device) {
     engine.clear_cache().expect("nothing is captured");
     let plan = engine.plan(workload).expect("valid");
     assert_eq!(plan, planned);
-    // Two numbers of 64 columns at least for each row and column of a matrix.
+    // The adapter has at least 64 values for each row and each column of a matrix.
     assert!(plan.weights_bytes > without.weights_bytes * 3 / 2, "{plan} {without}");
     let weights = gap(engine.memory().used_bytes - before, plan.weights_bytes);
     let [used, _] = peaks(&engine, 256, 64);
@@ -153,8 +154,8 @@ fn adapted(device: &Device) {
     assert!(weights.abs() < 0.05 && alive < 0.05, "{weights} {alive} {plan}");
 }
 
-/// With a budget for one session of 320 positions there is room for some of fewer, as many as their keys and values say;
-/// what goes makes room.
+/// A budget for one session of 320 positions fits several shorter sessions, limited by their KV caches. Dropping a
+/// session frees its memory.
 fn together(small: &Engine, plan: &Plan, before: u64) {
     let request = Request {
         sampling: Sampling::default(),
@@ -176,8 +177,8 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
         small.generate_batch(&[[1u32, 2, 3].repeat(40)], 2, &request).err(),
     ] {
         let said = refused.expect("no room").to_string();
-        assert!(said.contains("other sessions, batches or trainers of it hold"), "{said}");
-        assert!(said.contains("hint: fewer of them at once; "), "{said}");
+        assert!(said.contains("other sessions, batches or trainers hold"), "{said}");
+        assert!(said.contains("hint: run fewer of them at once; "), "{said}");
     }
     assert!(
         Trainer::new(small.clone(), TrainOptions::default())
@@ -185,7 +186,7 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
             .step(&[vec![Example { tokens: vec![1, 2, 3], from: 0 }]])
             .is_err_and(|why| matches!(why, TrainError::Plan(PlanError::Memory(_))))
     );
-    // What is refused has taken nothing, and what was there answers.
+    // Refused sessions take no memory, and live sessions still work.
     assert_eq!(live[0].generate(&[1, 2, 3], &request).expect("it answers").count(), 3);
     let own = small.memory().used_bytes - before;
     assert!(own <= plan.peak_bytes(), "{own} {plan}");
@@ -195,7 +196,7 @@ fn together(small: &Engine, plan: &Plan, before: u64) {
     drop(small.session(320).expect("alone again"));
 }
 
-/// A model that goes gives its pages back.
+/// A dropped model returns its pages.
 fn going(device: &Device) {
     let before = MemoryUsage::read(device).reserved_bytes;
     let engine = Engine::load(device, model("demo"), &EngineOptions::default()).expect("the demo");
@@ -207,14 +208,14 @@ fn going(device: &Device) {
     assert!(after.peak_bytes >= held, "{after:?} {held}");
 }
 
-/// Steps of training hold what was planned; a batch past the budget is refused, and the trainer lives on.
+/// Training steps take the planned memory. A batch over the budget is refused, and the trainer still works.
 fn training(device: &Device) {
     let example = |seed: u32, len: u32| Example {
         tokens: (0..len).map(|at| (at * 7 + seed * 13) % 1000).collect(),
         from: 0,
     };
     let batch = |sequences| vec![(0..sequences).map(|seed| example(seed, 256)).collect::<Vec<_>>()];
-    // What is small in a large model's page stays in it when the model goes: the smallest first.
+    // Small buffers in a large model's page keep the page after the model is dropped, so the smallest model runs first.
     for (quant, recompute) in [
         (Some(WeightFormat::Nf4), Recompute::Layers),
         (None, Recompute::Layers),
@@ -229,14 +230,14 @@ fn training(device: &Device) {
         let mut trainer = load(MemoryBudget::default());
         let plan = trainer.plan(&batch(4)).expect("short");
         let mut held = 0;
-        // Where no model was before, smaller batches leave nothing behind.
+        // Without an earlier model, smaller batches leave no pages behind.
         let grows: &[u32] = if quant.is_some() { &[1, 2, 4, 4] } else { &[4, 4] };
         for sequences in grows {
             trainer.step(&batch(*sequences)).expect("it fits");
             held = held.max(trainer.engine().memory().reserved_bytes);
         }
         println!("{quant:?} {recompute:?}: held {:+.4}", gap(held, plan.peak_bytes()));
-        // A page of what is small, and of what is not.
+        // Two pools round up to a page each: small buffers and large ones.
         let most = gap(held.saturating_sub(8 << 20), plan.peak_bytes());
         assert!(most < 0.05 && gap(held, plan.peak_bytes()) > -0.05, "{most}: {plan}");
         drop(trainer);

@@ -401,7 +401,7 @@ fn the_command_refuses_what_is_wrong() {
         "repetition_penalty is -0.5",
     );
     refused(&good, &["--tokens", "1", "--top-k", "-1"], "`-1` is no whole number");
-    refused(&good, &["--tokens", "1", "--memory-fraction", "-1"], "is -1\nhint: a number");
+    refused(&good, &["--tokens", "1", "--memory-fraction", "-1"], "is -1\nhint: use a number");
     refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
     refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
     refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");

@@ -16,11 +16,9 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     let dense = flashover(&args);
     assert_eq!(dense.status.code(), Some(2), "bf16 does not fit 16 GiB");
     let said = text(&dense.stderr);
-    for part in [
-        "it does not fit: llama-3-8b with 1 sequence",
-        " of which 16.00 GiB may be used",
-        "\nhint: ",
-    ] {
+    for part in
+        ["it does not fit: llama-3-8b with 1 sequence", " with a budget of 16.00 GiB", "\nhint: "]
+    {
         assert!(said.contains(part), "{part}: {said}");
     }
     let table = text(&dense.stdout);
@@ -77,7 +75,7 @@ fn plans_that_mean_nothing_are_refused() {
     assert_eq!(unknown.status.code(), Some(2));
     assert!(text(&unknown.stderr).contains("gtx970"), "{}", text(&unknown.stderr));
     let shape = flashover(&["plan", "--shape", "llama-9", "--profile", "rtx4090"]);
-    assert!(text(&shape.stderr).contains("no published shape is called llama-9"));
+    assert!(text(&shape.stderr).contains("unknown shape `llama-9`"));
     for (args, why) in [
         (&["plan", "--profile", "rtx4090"][..], "<--model <MODEL>|--shape <SHAPE>>"),
         (&["profile", "--model", "a", "--shape", "b"], "cannot be used with '--shape <SHAPE>'"),
@@ -119,7 +117,7 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
     let limit = (whole - 1).to_string();
     let close = ["plan", "--model", model, "--backend", "cpu", "-c", "5", "--memory-limit", &limit];
     let said = text(&flashover(&close).stderr);
-    assert!(said.contains(" may be used, 1 byte too few: "), "{said}");
+    assert!(said.contains(", 1 byte too few: "), "{said}");
     let made = generate("code-generation", &["--memory-limit", &whole.to_string()]);
     assert!(made.status.success(), "{}", text(&made.stderr));
     assert!(text(&made.stderr).contains("preset code-generation: f32\n"));

@@ -111,7 +111,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["--learning-rate", "-1"], "learning rate is -1\nhint: ");
     with(&["--clip", "-1"], "clip is -1\nhint: ");
     with(&["--clip", "nan"], "clip is NaN\nhint: ");
-    with(&["--learning-rate", "1e39"], "\nhint: a number above 0 and within f32");
+    with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
     with(&["--lora-alpha", "0"], "rank 16 and alpha 0 make no adapter\nhint: ");
     with(&["--profile-trace", &data], "is read and written\nhint: ");
     with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
@@ -243,11 +243,7 @@ fn a_plan_says_what_training_takes() {
     assert_eq!(json["adapter_bytes"], 4u64 * 4 * 41_943_040);
     let dense = plan(&[]);
     assert_eq!(dense.status.code(), Some(2));
-    assert!(
-        text(&dense.stderr).contains("; with --quant nf4 it takes "),
-        "{}",
-        text(&dense.stderr)
-    );
+    assert!(text(&dense.stderr).contains("; nf4 (--quant nf4) takes "), "{}", text(&dense.stderr));
     let args =
         ["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--preset", "training", "--json"];
     let chosen: Value = serde_json::from_slice(&flashover(&args).stdout).expect("JSON");

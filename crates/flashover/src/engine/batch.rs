@@ -11,34 +11,33 @@ use super::sampling::{Place, Sampling, Token};
 use super::session::Session;
 use super::text::Writing;
 
-/// What one prompt became.
+/// A completion of a prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Completion {
-    /// Those of the string that ended it are there, too.
+    /// Generated tokens, with those of a stop sequence and without a stop token.
     pub tokens: Vec<Token>,
-    /// What they add to the prompt's text, up to the string that ended it; none of a model without a tokenizer.
+    /// Text that the tokens add to the prompt's, up to a stop sequence; none for a model without a tokenizer.
     pub text: Option<String>,
-    /// Why it ended.
+    /// Reason for the end.
     pub finish_reason: FinishReason,
 }
 
-/// How an answer of a batch went on.
+/// One step of one completion of a batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchStep<'a> {
-    /// Which of the prompts, and which of its answers, from 0 on.
+    /// Index of the prompt, from 0.
     pub prompt: usize,
-    /// Which of its answers, from 0 on.
+    /// Index of the completion of that prompt, from 0.
     pub completion: usize,
-    /// None where a token of the end came, which is no part of the answer.
+    /// The new token; none if the completion ended without one, for example at a stop token.
     pub token: Option<Token>,
-    /// What the answer's text has more by now: it may be nothing, because bytes of a character are missing or a string
-    /// that ends it may have begun.
+    /// Text that the step adds. It is empty while a character or a possible stop sequence is incomplete.
     pub piece: &'a str,
-    /// Of the answer's last step.
+    /// Reason for the end, at the last step of a completion.
     pub finish_reason: Option<FinishReason>,
 }
 
-/// A sequence of a batch while it grows.
+/// A sequence of a batch during generation.
 struct Growing<'a> {
     request: &'a Request,
     prompt: usize,
@@ -51,12 +50,14 @@ struct Growing<'a> {
 }
 
 impl Engine {
-    /// `completions` answers to each of several prompts, which decode together; each prompt passes once. Of a model
-    /// whose rope stretches within the room that they need, answers go one by one, and the prompt passes for each. The
-    /// result is `[prompts][completions]`, each drawn with the random numbers that it would have alone.
+    /// Generates `completions` completions of each prompt in one batch. Each prompt is prefilled once. If RoPE scaling
+    /// changes the frequencies within the context that is needed, sequences run one by one, each with its own prefill.
+    ///
+    /// The result is `[prompts][completions]`. Random numbers are those of each sequence alone, so tokens do not depend
+    /// on the batch. Device memory is that of [`Engine::workload`].
     ///
     /// # Errors
-    /// As [`Session::generate`], and as [`Session::generate_text`] where the request has strings that end it.
+    /// The errors of [`Session::generate`]; the errors of [`Session::generate_text`] if the request has stop sequences.
     pub fn generate_batch(
         &self,
         prompts: &[impl AsRef<[u32]>],
@@ -67,10 +68,10 @@ impl Engine {
         self.generate_each(&each, completions)
     }
 
-    /// The same with a request for each prompt: its own sampling and seed, tokens at most, and ends.
+    /// Runs [`Engine::generate_batch`] with a request for each prompt: sampling, seed, maximum length and stops.
     ///
     /// # Errors
-    /// As [`Engine::generate_batch`].
+    /// The errors of [`Engine::generate_batch`].
     pub fn generate_each(
         &self,
         asked: &[(&[u32], &Request)],
@@ -79,11 +80,11 @@ impl Engine {
         self.generate_each_with(asked, completions, |_| ControlFlow::Continue(()))
     }
 
-    /// The same, and `seen` is told of each token of each answer as it comes. Where it breaks off, answers that have not
-    /// ended stay as they are: [`FinishReason::Cancelled`].
+    /// Runs [`Engine::generate_each`] and calls `seen` after each step of each completion. If `seen` breaks, generation
+    /// is cancelled: unfinished completions keep their tokens and end with [`FinishReason::Cancelled`].
     ///
     /// # Errors
-    /// As [`Engine::generate_batch`].
+    /// The errors of [`Engine::generate_batch`].
     pub fn generate_each_with(
         &self,
         asked: &[(&[u32], &Request)],
@@ -170,8 +171,8 @@ impl Engine {
         Ok(Growing { request, prompt, completion, seen, tokens, writing, text, end: None })
     }
 
-    /// Decodes a batch until all its sequences ended, and tells `seen` of each step of each, which may break off: whether
-    /// it did.
+    /// Decodes a batch until all sequences end, and calls `seen` after each step of each sequence. Returns true if
+    /// `seen` cancelled it.
     fn grow(
         &self,
         batch: &mut [Growing<'_>],
@@ -204,8 +205,8 @@ impl Engine {
             if open.is_empty() {
                 return Ok(false);
             }
-            // Those that ended go along with a token of theirs, whose logits nobody looks at, as long as
-            // there is room for it.
+            // Ended sequences stay in the batch while the cache has room. They repeat their last token, and their
+            // logits are ignored.
             if cache.lengths().iter().any(|length| *length == cache.capacity()) {
                 cache = self.checked_cache(cache.keep(&open))?;
                 rows = open.into_iter().map(|row| rows[row]).collect();
@@ -219,12 +220,12 @@ impl Engine {
 }
 
 impl Growing<'_> {
-    /// Of its next token.
+    /// Returns the place of the next token.
     fn place(&self) -> Place {
         Place { position: self.seen.len(), completion: self.completion }
     }
 
-    /// One more token, or the end, and what came of it.
+    /// Takes a sampled token and returns the step: one more token, or the end.
     fn step(
         &mut self,
         engine: &Engine,
@@ -267,7 +268,7 @@ impl Growing<'_> {
         }
     }
 
-    /// What a token adds to the text, which may be its end.
+    /// Appends the text of a token, which may complete a stop sequence.
     fn write(&mut self, engine: &Engine, id: u32) -> Result<(), GenerateError> {
         let Some(writing) = &mut self.writing else { return Ok(()) };
         let (piece, stopped) = writing.push(engine.tokenizer()?, id)?;
@@ -279,13 +280,13 @@ impl Growing<'_> {
         Ok(())
     }
 
-    /// Ends it as it is.
+    /// Ends the sequence with the tokens so far.
     fn cancel(&mut self, engine: &Engine) -> Result<(), GenerateError> {
         self.end = Some(FinishReason::Cancelled);
         self.finish(engine)
     }
 
-    /// What is left of the text, which may have its end in it.
+    /// Appends the remaining text, which may hold a stop sequence.
     fn finish(&mut self, engine: &Engine) -> Result<(), GenerateError> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
         let (piece, stopped) = writing.finish(engine.tokenizer()?)?;

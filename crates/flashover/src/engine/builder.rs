@@ -1,4 +1,4 @@
-//! From a folder or a name to an engine, one setting at a time.
+//! Builder of an engine from a folder or a name.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -17,22 +17,22 @@ use crate::options::{Compute, EngineOptions};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BuildProgress<'a> {
-    /// A file comes from the Hugging Face Hub.
+    /// A file is downloaded from the Hugging Face Hub.
     Downloading {
         /// Name of the file.
         file: &'a str,
-        /// Bytes of all files that are here.
+        /// Bytes downloaded so far, over all files.
         bytes: u64,
         /// Bytes of all files.
         total_bytes: u64,
     },
-    /// Weights move to the device.
+    /// Weights are uploaded to the device.
     Loading(LoadProgress),
 }
 
 type Report<'p> = dyn FnMut(BuildProgress<'_>) + 'p;
 
-/// Settings of an [`Engine`] before it is loaded: see [`Engine::builder`].
+/// Settings for loading an [`Engine`]: see [`Engine::builder`].
 #[must_use = "nothing is loaded before `build`"]
 pub struct EngineBuilder<'p> {
     model: PathBuf,
@@ -44,8 +44,8 @@ pub struct EngineBuilder<'p> {
 }
 
 impl Engine {
-    /// Begins to load a model: a Hugging Face folder, or with the feature `hub` an `owner/name[@revision]` of the
-    /// Hugging Face Hub.
+    /// Starts to load a model from a Hugging Face folder, or with the feature `hub` from an `owner/name[@revision]` of
+    /// the Hugging Face Hub. [`EngineBuilder::build`] loads it.
     ///
     /// ```
     /// use flashover::{Device, Engine};
@@ -69,74 +69,77 @@ impl Engine {
 }
 
 impl<'p> EngineBuilder<'p> {
-    /// Loads onto this device; without it onto [`Device::auto`].
+    /// Sets the device; [`Device::auto`] by default.
     pub fn device(mut self, device: Device) -> Self {
         self.device = Some(device);
         self
     }
 
-    /// Computes in this dtype; without it in f32 on a CPU, elsewhere in the files' dtype if the device has it.
+    /// Sets the compute dtype. Default: f32 on a CPU or if the device lacks the files' dtype, otherwise the files'
+    /// dtype.
     pub fn dtype(mut self, dtype: Compute) -> Self {
         self.options.dtype = Some(dtype);
         self
     }
 
-    /// Quantises the matrices of the layers while they load.
+    /// Quantises the layers' matrices to this format while they load. By default they keep the files' format.
     pub fn quant(mut self, format: WeightFormat) -> Self {
         self.options.quant = Some(format);
         self
     }
 
-    /// Holds keys and values in this format.
+    /// Sets the format of the KV cache; the compute dtype by default.
     pub fn kv_cache(mut self, format: KvFormat) -> Self {
         self.options.kv = format;
         self
     }
 
-    /// Applies a LoRA adapter in PEFT's format. It is merged into dense matrices and stays separate from quantised ones.
+    /// Applies a LoRA adapter in PEFT's format. It is merged into dense matrices and stays unmerged next to quantised
+    /// ones.
     pub fn adapter(mut self, folder: impl AsRef<Path>) -> Self {
         self.adapter = Some(folder.as_ref().to_owned());
         self
     }
 
-    /// Sets the longest sequence in tokens, which may exceed the length in config.json.
+    /// Sets the maximum context length in tokens, which may exceed the length in config.json.
     pub fn max_context(mut self, tokens: usize) -> Self {
         self.options.max_context = Some(tokens);
         self
     }
 
-    /// Limits the device memory of the model and its sequences.
+    /// Limits the device memory of the model and its sequences; no limits by default.
     pub fn memory(mut self, budget: MemoryBudget) -> Self {
         self.options.budget = budget;
         self
     }
 
-    /// Refuses to load unless the device has room for this workload too.
+    /// Requires that this workload fits in memory: [`EngineBuilder::build`] fails otherwise.
     pub fn workload(mut self, workload: Workload) -> Self {
         self.options.workload = Some(workload);
         self
     }
 
-    /// Sets what happens to problems without a tuned config: `Policy::Measure` times candidates on first use.
+    /// Sets the policy for problems without a tuned config: `Policy::Measure` times candidates on first use. The
+    /// default is `Policy::Default`.
     pub fn policy(mut self, policy: Policy) -> Self {
         self.options.policy = Some(policy);
         self
     }
 
-    /// Replaces the [`EngineOptions`]; model, device, adapter and progress stay.
+    /// Replaces all [`EngineOptions`]. Model, device, adapter and progress stay.
     pub fn options(mut self, options: EngineOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Takes a model given by name from the local cache of the Hub and downloads nothing.
+    /// Takes a model given by name from the local cache of the Hub, without downloads.
     #[cfg(feature = "hub")]
     pub fn offline(mut self) -> Self {
         self.offline = true;
         self
     }
 
-    /// Calls `report` while files come and weights load.
+    /// Calls `report` during downloads and loading.
     pub fn on_progress(mut self, report: impl FnMut(BuildProgress<'_>) + 'p) -> Self {
         self.progress = Some(Box::new(report));
         self
@@ -145,7 +148,8 @@ impl<'p> EngineBuilder<'p> {
     /// Loads the model.
     ///
     /// # Errors
-    /// As [`Engine::load`]; [`LoadError::Open`] if no device opens; with the feature `hub` [`LoadError::Hub`].
+    /// The errors of [`Engine::load`]; [`LoadError::Open`] if no device opens; with the feature `hub`,
+    /// [`LoadError::Hub`].
     pub fn build(mut self) -> Result<Engine, LoadError> {
         let mut progress = self.progress.take();
         let mut report = |now: BuildProgress<'_>| {
@@ -168,7 +172,7 @@ impl<'p> EngineBuilder<'p> {
         })
     }
 
-    /// Returns the model's folder, downloaded if `model` is a name and no folder.
+    /// Returns the model's folder. Downloads the model if `model` is a name and not a folder.
     #[cfg(feature = "hub")]
     fn folder(&self, report: &mut Report<'_>) -> Result<PathBuf, LoadError> {
         use hub::{Hub, ModelName};

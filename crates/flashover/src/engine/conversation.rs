@@ -1,13 +1,13 @@
-//! A conversation that keeps its messages and its KV cache.
+//! A conversation with its messages and its KV cache.
 
 use text::Message;
 
 use super::{Engine, FinishReason, GenerateError, Request, Session, TextStream};
 
-/// Tokens that are left for an answer before old messages are dropped.
+/// Minimum number of tokens for an answer; below it, old messages are dropped.
 const ANSWER: usize = 64;
 
-/// Messages of a conversation, and the KV cache of their tokens. An answer prefills new tokens only.
+/// Messages of a conversation and the KV cache of their tokens. Each answer prefills only the new tokens.
 #[derive(Debug)]
 pub struct Conversation {
     session: Session,
@@ -17,8 +17,8 @@ pub struct Conversation {
     kept: usize,
 }
 
-/// An answer as it comes: an iterator over pieces of text. Dropping it ends the answer; its text so far becomes a message of
-/// the conversation.
+/// An answer in progress: an iterator over pieces of text. Dropping it ends the answer, and its text so far becomes a
+/// message of the conversation.
 #[derive(Debug)]
 pub struct Answer<'c> {
     stream: TextStream<&'c mut Session>,
@@ -29,12 +29,12 @@ pub struct Answer<'c> {
 }
 
 impl Engine {
-    /// Starts a conversation with room for `context` tokens; without it for as many as a request without a limit needs.
-    /// `request` sets sampling and length of each answer.
+    /// Starts a conversation with a KV cache of `context` tokens. None takes [`Engine::context_length`] of a request
+    /// without a limit. `system` is the system message. `request` sets sampling and length of each answer.
     ///
     /// # Errors
-    /// As [`Engine::encode_chat`] and [`Engine::session`]; [`GenerateError::MessageTooLong`] if an empty message fills the
-    /// context.
+    /// The errors of [`Engine::encode_chat`] and [`Engine::session`]; [`GenerateError::MessageTooLong`] if an empty
+    /// message fills the context.
     pub fn conversation(
         &self,
         system: Option<&str>,
@@ -56,22 +56,22 @@ impl Engine {
 }
 
 impl Conversation {
-    /// Messages so far, without those that were dropped.
+    /// Returns the messages so far, without dropped messages.
     pub fn messages(&self) -> &[Message] {
         &self.messages
     }
 
-    /// Length of the KV cache in tokens.
+    /// Returns the length of the KV cache in tokens.
     pub fn context(&self) -> usize {
         self.session.context()
     }
 
-    /// Sends a user's message and returns the answer as it comes. Pairs of old messages are dropped while fewer than 64
-    /// tokens are left for the answer.
+    /// Sends a user's message and returns the answer as a stream. Drops the oldest pairs of messages while fewer than
+    /// 64 tokens are left for the answer.
     ///
     /// # Errors
-    /// [`GenerateError::MessageTooLong`] if the message alone does not fit; as [`Session::generate_text`] and
-    /// [`Engine::encode_chat`]. The message is then not part of the conversation.
+    /// [`GenerateError::MessageTooLong`] if the message alone does not fit; the errors of [`Session::generate_text`]
+    /// and [`Engine::encode_chat`]. After an error the message is not part of the conversation.
     pub fn send(&mut self, message: &str) -> Result<Answer<'_>, GenerateError> {
         let (engine, context) = (self.session.engine().clone(), self.session.context());
         let mut messages = [&self.messages[..], &[Message::new("user", message)]].concat();
@@ -85,12 +85,12 @@ impl Conversation {
         }
         let mut dropped = 0;
         while all.len() + ANSWER > context && messages.len() > self.kept + 1 {
-            // A question with its answer: many templates refuse roles that do not alternate.
+            // Drops a question together with its answer: many templates require alternating roles.
             messages.drain(self.kept..self.kept + 2);
             dropped += 2;
             all = engine.encode_chat(&messages)?;
         }
-        // The cache of earlier tokens stays, unless the template now renders them in another way.
+        // Keeps the KV cache of earlier tokens unless the template renders them differently now.
         let new = match all.strip_prefix(self.session.tokens()) {
             Some(new) if !new.is_empty() => new,
             _ => {
@@ -106,27 +106,27 @@ impl Conversation {
 }
 
 impl Answer<'_> {
-    /// Text so far.
+    /// Returns the text so far.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Number of messages that were dropped to make room.
+    /// Returns the number of messages dropped for this answer.
     pub fn dropped_messages(&self) -> usize {
         self.dropped
     }
 
-    /// Number of tokens that were prefilled for this answer.
+    /// Returns the number of tokens prefilled for this answer.
     pub fn prompt_tokens(&self) -> usize {
         self.prompt_tokens
     }
 
-    /// Number of tokens of the answer so far.
+    /// Returns the number of tokens of the answer so far.
     pub fn tokens(&self) -> usize {
         self.stream.tokens()
     }
 
-    /// Reason for the end of the answer; none before.
+    /// Returns the reason for the end of the answer; none before the end.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.stream.finish_reason()
     }

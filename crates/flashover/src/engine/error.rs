@@ -1,74 +1,76 @@
-//! What can be wrong with a generation.
+//! Errors of a generation.
 
 use std::path::PathBuf;
 
 use crate::device_error::DeviceError;
 use crate::memory::PlanError;
 
-/// Why a model does not answer.
+/// Error of a generation.
 #[derive(Debug, thiserror::Error)]
 pub enum GenerateError {
-    /// Tokens or positions that do not fit the model, or an op that the device does not run.
+    /// Tokens or positions do not fit the model, or the device does not run an op.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// A chat template that cannot be read, or text, tokens or stops that it or the tokenizer does not take.
+    /// The chat template is broken, or the template or the tokenizer refuses messages, text, tokens or stops.
     #[error(transparent)]
     Text(#[from] ::text::Error),
-    /// The sequences do not fit the device or the budget.
+    /// The sequences do not fit in memory.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The device failed, or had less memory than was planned.
+    /// The device failed, or had less free memory than planned.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// Text needs a tokenizer, which this folder does not have.
-    #[error("{} has no tokenizer.json\nhint: give tokens in place of text", .0.display())]
+    /// The model's folder has no tokenizer, which text needs.
+    #[error("{} has no tokenizer.json\nhint: give token ids instead of text", .0.display())]
     NoTokenizer(PathBuf),
-    /// A chat needs a template, which this folder does not have.
+    /// The model's folder has no chat template.
     #[error(
-        "{} has no chat template\nhint: a plain prompt, or prompt and completion to train on; or put a \
-         chat_template.jinja into the folder", .0.display()
+        "{} has no chat template\nhint: use a plain prompt instead of messages (to train: prompt and completion), or put \
+         a chat_template.jinja into the folder", .0.display()
     )]
     NoTemplate(PathBuf),
-    /// A message of a conversation that does not fit its context.
+    /// A message of a conversation does not fit its context.
     #[error(
-        "the message takes {need} tokens, but the conversation has room for {context}\nhint: a shorter message or system \
-         message, or a longer context"
+        "expected a message of at most {context} tokens, got {need}\nhint: use a shorter message or system message, \
+         or a longer context"
     )]
     MessageTooLong {
-        /// Tokens of the message, with the system message and the template around them.
+        /// Tokens of the message, with the system message and the template.
         need: usize,
-        /// Tokens that the conversation has room for.
+        /// Context length of the conversation in tokens.
         context: usize,
     },
-    /// There is no token to go on from.
-    #[error("a prompt has no tokens\nhint: at least one, such as the model's first token")]
+    /// The prompt has no tokens.
+    #[error(
+        "expected a prompt of at least one token, got none\nhint: use the BOS token for an empty text"
+    )]
     EmptyPrompt,
-    /// A setting of sampling out of its range.
-    #[error("{name} is {value}\nhint: a number {range}")]
+    /// A sampling setting is out of range.
+    #[error("{name} is {value}\nhint: use a number {range}")]
     Sampling {
-        /// Which setting.
+        /// Name of the setting.
         name: &'static str,
-        /// As it was given.
+        /// The value given.
         value: f32,
-        /// What it may be, after "a number".
+        /// The valid range, after "a number".
         range: &'static str,
     },
-    /// Logits that no token can be sampled from.
+    /// The logits hold no token to sample.
     #[error(
-        "after {position} tokens the logits hold NaN, or no finite largest\nhint: f32 and bf16 reach further than f16, \
-         which ends at 65504; penalties far from 1 reach far, too; where neither is so, the weights hold NaN"
+        "expected finite logits after {position} tokens, got NaN or infinity\nhint: use bf16 or f32 instead of f16, \
+         which ends at 65504, and a repetition penalty near 1; otherwise the weights hold NaN"
     )]
     NotFinite {
-        /// Tokens before them.
+        /// Number of tokens before these logits.
         position: usize,
     },
-    /// A profile was asked for while something else records.
+    /// A profile was started during another recording.
     #[error(transparent)]
     Recording(#[from] trace::AlreadyRecording),
 }
 
 impl GenerateError {
-    /// Whether less would have fitted: a smaller batch, or a shorter context.
+    /// Returns true if a smaller batch or a shorter context might fit.
     pub const fn is_memory(&self) -> bool {
         match self {
             Self::Plan(why) => why.is_memory(),

@@ -13,8 +13,7 @@ use crate::memory::Plan;
 use crate::options::EngineOptions;
 use crate::prepare::Prepared;
 
-/// A Hugging Face folder that is opened and on no device: what a text becomes and what a request needs is known before
-/// the weights move.
+/// An open Hugging Face folder without a device. It tokenises prompts and plans memory before the weights load.
 ///
 /// ```no_run
 /// use flashover::{Backend, ModelFolder, Device, Engine, EngineOptions};
@@ -23,7 +22,7 @@ use crate::prepare::Prepared;
 /// let (prompt, request) = (folder.encode("One day")?, folder.request());
 /// let workload = Some(folder.workload(&[&prompt], 1, &request));
 /// let device = Device::open(Backend::Cpu)?;
-/// // Refused here where the card cannot hold it.
+/// Fails here if the workload does not fit in memory.
 /// let engine = Engine::from_folder(&device, folder, &EngineOptions { workload, ..Default::default() }, |_| {})?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -32,17 +31,17 @@ pub struct ModelFolder {
     pub(super) weights: Weights,
     pub(super) reader: Reader,
     pub(super) adapter: Option<Adapter>,
-    /// The folder of that.
+    /// Folder of the adapter.
     adapter_folder: Option<PathBuf>,
 }
 
 impl ModelFolder {
-    /// Maps the files of a folder, and reads the headers of its weights. Its chat template is read where a chat is
-    /// first asked for: plain prompts need none.
+    /// Maps the files of a folder and reads the headers of its weights. The chat template is read on first use, since
+    /// plain prompts do not need it.
     ///
     /// # Errors
-    /// [`LoadError::Folder`] for what is no model of ours, [`LoadError::Text`] for a tokenizer that cannot be read
-    /// or is another model's.
+    /// [`LoadError::Folder`] for a folder without a supported model; [`LoadError::Text`] for a tokenizer that cannot be
+    /// read or belongs to another model.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, LoadError> {
         let folder = folder.as_ref();
         let weights = Weights::open(folder).map_err(LoadError::Folder)?;
@@ -50,7 +49,7 @@ impl ModelFolder {
         let generation = GenerationConfig::open(folder).map_err(LoadError::Folder)?;
         let generation = generation.for_vocab(config.vocab);
         let tokenizer = Tokenizer::of_model(folder, config.vocab)?;
-        // Vocabularies are padded by less.
+        // Padding of vocabularies is smaller than this.
         let mut absent = tokenizer.as_ref().map(Tokenizer::missing).unwrap_or_default();
         if absent.len() > config.vocab / 8 {
             let (missing, vocab) = (absent.len(), config.vocab);
@@ -59,27 +58,27 @@ impl ModelFolder {
             );
         }
         let (folder, template) = (folder.to_owned(), OnceLock::new());
-        // A text ends with its EOS, whatever the tokenizer makes of it.
+        // The EOS ends a text even if the tokenizer lacks it.
         absent.retain(|id| !generation.eos.contains(id));
         let reader = Reader { folder, config, generation, tokenizer, absent, template };
         Ok(Self { weights, reader, adapter: None, adapter_folder: None })
     }
 
-    /// The same for sequences of up to `positions`, also past those that config.json says.
+    /// Sets the maximum context length in tokens, which may exceed the length in config.json.
     ///
     /// # Errors
-    /// [`LoadError::Folder`] where the model has learned a vector for each position, and fewer.
+    /// [`LoadError::Folder`] if the model has a learned vector for each position, and fewer of them.
     pub fn with_max_context(mut self, positions: usize) -> Result<Self, LoadError> {
         self.weights = self.weights.with_context(positions).map_err(LoadError::Folder)?;
         self.reader.config = self.weights.config().clone();
         Ok(self)
     }
 
-    /// The same with an adapter of PEFT's, which becomes part of dense matrices when they are loaded, and stays beside those
-    /// of 4 or 8 bits.
+    /// Adds a LoRA adapter in PEFT's format. Loading merges it into dense matrices; it stays unmerged next to quantised
+    /// ones.
     ///
     /// # Errors
-    /// [`LoadError::Folder`] for what is no adapter of this model.
+    /// [`LoadError::Folder`] if the folder has no adapter of this model.
     pub fn with_adapter(self, folder: impl AsRef<Path>) -> Result<Self, LoadError> {
         let adapter = self.adapter(&folder)?;
         let adapter_folder = Some(folder.as_ref().to_owned());
@@ -98,7 +97,7 @@ impl ModelFolder {
     /// Plans the memory of the model for a workload.
     ///
     /// # Errors
-    /// As [`Plan::of_folder`].
+    /// The errors of [`Plan::of_folder`].
     pub fn plan(
         &self,
         profile: &ArchProfile,
@@ -109,20 +108,20 @@ impl ModelFolder {
         Ok(planned.checked(workload)?)
     }
 
-    /// Reads an adapter of this model, and leaves the model as it is.
+    /// Reads an adapter of this model without adding it.
     ///
     /// # Errors
-    /// [`LoadError::Folder`] for what is no adapter of this model.
+    /// [`LoadError::Folder`] if the folder has no adapter of this model.
     pub fn adapter(&self, folder: impl AsRef<Path>) -> Result<Adapter, LoadError> {
         Adapter::open(folder, &self.weights).map_err(LoadError::Folder)
     }
 
-    /// What the model computes, as its config.json has it.
+    /// Returns the model's config.
     pub fn config(&self) -> &DecoderConfig {
         self.weights.config()
     }
 
-    /// The files that it is read from.
+    /// Returns the files that the model, its tokenizer and its adapter are read from.
     pub fn files(&self) -> Vec<PathBuf> {
         const BESIDE: [&str; 9] = [
             "config.json",
@@ -141,12 +140,12 @@ impl ModelFolder {
         beside.filter(|file| file.exists()).chain(weights).chain(adapter).collect()
     }
 
-    /// As [`Engine::request`](super::Engine::request).
+    /// See [`Engine::request`](super::Engine::request).
     pub fn request(&self) -> Request {
         self.reader.request()
     }
 
-    /// As [`Engine::encode`](super::Engine::encode).
+    /// See [`Engine::encode`](super::Engine::encode).
     ///
     /// # Errors
     /// [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
@@ -154,7 +153,7 @@ impl ModelFolder {
         self.reader.encode(prompt)
     }
 
-    /// As [`Engine::encode_chat`](super::Engine::encode_chat).
+    /// See [`Engine::encode_chat`](super::Engine::encode_chat).
     ///
     /// # Errors
     /// [`GenerateError::NoTemplate`], [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
@@ -162,13 +161,12 @@ impl ModelFolder {
         self.reader.encode_chat(messages)
     }
 
-    /// The tokens of a text that goes on, without what the tokenizer puts around one.
+    /// Returns the tokens of a text that continues another, without the tokenizer's special tokens.
     pub(crate) fn encode_more(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
         Ok(self.reader.tokenizer()?.encode(text, false)?)
     }
 
-    /// Returns id and name of the token that ends a text to learn: the tokenizer's EOS, or generation_config's first if
-    /// it names none.
+    /// Returns id and name of the token that ends training texts: the tokenizer's EOS, or generation_config's first EOS.
     pub(crate) fn eos(&self) -> Result<Option<(u32, String)>, GenerateError> {
         let tokenizer = self.reader.tokenizer()?;
         let named =
@@ -178,15 +176,15 @@ impl ModelFolder {
         Ok(id.map(|id| (id, tokenizer.token(id).unwrap_or_default())))
     }
 
-    /// What the model's chat template makes of messages.
+    /// Renders messages through the model's chat template.
     pub(crate) fn render(&self, prompt: &Prompt) -> Result<String, GenerateError> {
         self.reader.render(prompt)
     }
 
-    /// Refuses a prompt that the model will refuse.
+    /// Checks a prompt against the model.
     ///
     /// # Errors
-    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for a token that the vocabulary does not have.
+    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for a token outside of the vocabulary.
     pub fn check(&self, prompt: &[u32]) -> Result<(), GenerateError> {
         if prompt.is_empty() {
             return Err(GenerateError::EmptyPrompt);
@@ -194,12 +192,12 @@ impl ModelFolder {
         Ok(self.reader.config.check_tokens(prompt)?)
     }
 
-    /// As [`Engine::context_length`](super::Engine::context_length).
+    /// See [`Engine::context_length`](super::Engine::context_length).
     pub fn context_length(&self, prompt: usize, request: &Request) -> usize {
         self.reader.context_length(prompt, request)
     }
 
-    /// As [`Engine::workload`](super::Engine::workload).
+    /// See [`Engine::workload`](super::Engine::workload).
     pub fn workload(
         &self,
         prompts: &[impl AsRef<[u32]>],
@@ -211,22 +209,22 @@ impl ModelFolder {
     }
 }
 
-/// What a model's folder says beside its weights.
+/// Files of a model's folder other than its weights.
 #[derive(Debug)]
 pub(super) struct Reader {
-    /// Or the name of a shape.
+    /// Path of the folder, or name of the published shape.
     pub(super) folder: PathBuf,
     pub(super) config: DecoderConfig,
     pub(super) generation: GenerationConfig,
     pub(super) tokenizer: Option<Tokenizer>,
-    /// Ids that the tokenizer lacks: no token is sampled of these.
+    /// Ids that the tokenizer lacks and that are never sampled.
     pub(super) absent: Vec<u32>,
-    /// None where there is none, and unset until it was opened.
+    /// The chat template; none if the folder has none, unset before first use.
     pub(super) template: OnceLock<Option<ChatTemplate>>,
 }
 
 impl Reader {
-    /// Of a shape, which reads nothing.
+    /// Returns the reader of a published shape, without a tokenizer.
     pub(super) fn of_shape(shape: &str, config: DecoderConfig) -> Self {
         let generation = GenerationConfig::default();
         let template = OnceLock::from(None);
@@ -242,7 +240,7 @@ impl Reader {
 
     pub(super) fn request(&self) -> Request {
         let GenerationConfig { eos, max_new_tokens, stop_strings, .. } = &self.generation;
-        // Of a model without a tokenizer there is no text in which one could come up.
+        // Without a tokenizer there is no text to search for stop sequences.
         let stop_sequences =
             self.tokenizer.as_ref().map(|_| stop_strings.clone()).unwrap_or_default();
         Request {
@@ -270,7 +268,7 @@ impl Reader {
         Ok(self.template()?.render(prompt)?)
     }
 
-    /// One that cannot be opened is tried again.
+    /// Reads the template on first use. An error is not kept, so the next call tries again.
     fn template(&self) -> Result<&ChatTemplate, GenerateError> {
         let template = match self.template.get() {
             Some(template) => template,
@@ -290,7 +288,7 @@ impl Reader {
             Some(more) => prompt.saturating_add(more),
             None => prompt.saturating_add(AT_LEAST).max(USUAL).min(self.config.max_seq),
         };
-        // A prompt that is too long is left to the error that says so.
+        // A prompt that is too long stays as it is, so that prefill reports the error.
         wanted.min(most).max(prompt)
     }
 
@@ -306,8 +304,8 @@ impl Reader {
         Workload { shared, ..Workload::new(asked.len().saturating_mul(completions), context) }
     }
 
-    /// Whether sequences of so many positions decode together: where a longer one turns all its positions anew, each goes
-    /// by itself.
+    /// Returns true if sequences of this length can decode together. A longer sequence needs other RoPE frequencies for
+    /// all of its positions, so it runs alone.
     pub(super) fn decodes_together(&self, context: usize) -> bool {
         let ropes = &mut self.config.ropes.iter();
         ropes.all(|rope| rope.fixed_until().is_none_or(|fixed| context <= fixed))

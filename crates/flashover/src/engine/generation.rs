@@ -1,4 +1,4 @@
-//! One generation, one setting at a time.
+//! Builder of one generation.
 
 use text::Message;
 
@@ -12,8 +12,7 @@ enum Prompt {
     Tokens(Vec<u32>),
 }
 
-/// Settings of a generation before it starts: see [`Engine::generate`]. They begin as the model's
-/// `generation_config.json` sets them.
+/// Settings of one generation: see [`Engine::generate`]. Defaults come from the model's `generation_config.json`.
 #[derive(Debug, Clone)]
 #[must_use = "nothing is generated before `text`, `stream` or `completions`"]
 pub struct Generation<'e> {
@@ -23,7 +22,7 @@ pub struct Generation<'e> {
 }
 
 impl Engine {
-    /// Continues a text.
+    /// Starts a generation that continues a text.
     ///
     /// ```no_run
     /// # let engine = flashover::Engine::builder("models/demo").build()?;
@@ -36,12 +35,12 @@ impl Engine {
         self.continued(Prompt::Text(prompt.into()))
     }
 
-    /// Answers a conversation through the model's chat template.
+    /// Starts a generation that answers messages through the model's chat template.
     pub fn chat(&self, messages: &[Message]) -> Generation<'_> {
         self.continued(Prompt::Chat(messages.to_vec()))
     }
 
-    /// Continues tokens.
+    /// Starts a generation that continues tokens.
     pub fn generate_tokens(&self, tokens: impl Into<Vec<u32>>) -> Generation<'_> {
         self.continued(Prompt::Tokens(tokens.into()))
     }
@@ -52,44 +51,44 @@ impl Engine {
 }
 
 impl Generation<'_> {
-    /// Ends after this number of tokens.
+    /// Sets the maximum number of new tokens.
     pub fn max_new_tokens(mut self, tokens: usize) -> Self {
         self.request.max_new_tokens = Some(tokens);
         self
     }
 
-    /// Divides the logits by `temperature`; 0 takes the likeliest token.
+    /// Sets the temperature, which divides the logits; 0 takes the most likely token.
     pub fn temperature(mut self, temperature: f32) -> Self {
         self.request.sampling.temperature = temperature;
         self
     }
 
-    /// Takes the likeliest token at each step.
+    /// Takes the most likely token at each step, without a repetition penalty. The seed stays.
     pub fn greedy(mut self) -> Self {
         self.request.sampling =
             Sampling { seed: self.request.sampling.seed, ..Sampling::default() };
         self
     }
 
-    /// Samples among the `tokens` likeliest; 0 is all.
+    /// Samples among the `tokens` most likely tokens; 0 for all.
     pub fn top_k(mut self, tokens: usize) -> Self {
         self.request.sampling.top_k = tokens;
         self
     }
 
-    /// Samples among the likeliest tokens that together reach this probability.
+    /// Samples among the most likely tokens that together reach this probability.
     pub fn top_p(mut self, probability: f32) -> Self {
         self.request.sampling.top_p = probability;
         self
     }
 
-    /// Leaves out tokens with less than this share of the likeliest token's probability.
+    /// Excludes tokens with less than this share of the most likely token's probability.
     pub fn min_p(mut self, share: f32) -> Self {
         self.request.sampling.min_p = share;
         self
     }
 
-    /// Makes tokens less likely that already occurred; 1 changes nothing.
+    /// Sets the penalty for tokens that already occurred; 1 for none.
     pub fn repetition_penalty(mut self, penalty: f32) -> Self {
         self.request.sampling.repetition_penalty = penalty;
         self
@@ -101,7 +100,7 @@ impl Generation<'_> {
         self
     }
 
-    /// Ends where this text comes up. Several calls add several.
+    /// Adds a stop sequence: the text ends before it. Several calls add several.
     pub fn stop(mut self, text: impl Into<String>) -> Self {
         self.request.stop_sequences.push(text.into());
         self
@@ -113,11 +112,11 @@ impl Generation<'_> {
         self
     }
 
-    /// Starts, and returns the text in pieces as it becomes certain. The session is as long as the request needs.
+    /// Starts the generation and returns a stream of text. The session is as long as [`Engine::context_length`].
     ///
     /// # Errors
-    /// As [`Session::generate_text`](super::Session::generate_text) and [`Engine::encode`]; those of later tokens come
-    /// from the iterator.
+    /// The errors of [`Session::generate_text`](super::Session::generate_text) and [`Engine::encode`]. The stream
+    /// returns the errors of later tokens.
     pub fn stream(self) -> Result<TextStream, GenerateError> {
         let prompt = self.encoded()?;
         let context = self.engine.context_length(prompt.len(), &self.request);
@@ -127,7 +126,7 @@ impl Generation<'_> {
     /// Returns the whole text, without the prompt.
     ///
     /// # Errors
-    /// As [`Generation::stream`].
+    /// The errors of [`Generation::stream`].
     pub fn text(self) -> Result<String, GenerateError> {
         self.stream()?.collect()
     }
@@ -135,7 +134,7 @@ impl Generation<'_> {
     /// Returns `count` completions, which decode together and share the KV cache of the prompt.
     ///
     /// # Errors
-    /// As [`Engine::generate_batch`] and [`Engine::encode`].
+    /// The errors of [`Engine::generate_batch`] and [`Engine::encode`].
     pub fn completions(self, count: usize) -> Result<Vec<Completion>, GenerateError> {
         let prompt = self.encoded()?;
         let mut each = self.engine.generate_batch(&[prompt], count, &self.request)?;

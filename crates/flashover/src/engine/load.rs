@@ -1,4 +1,4 @@
-//! From a folder or a published shape to a model on a device.
+//! Loading a folder or a published shape onto a device.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,26 +17,27 @@ use crate::load_error::LoadError;
 use crate::options::EngineOptions;
 use crate::prepare::Prepared;
 
-/// How far loading is.
+/// Progress of loading a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadProgress {
-    /// Parts of the model that are on the device: the embedding, the head, each layer.
+    /// Number of parts on the device. Parts are the embedding, the output projection and each layer.
     pub done: usize,
-    /// Parts in all.
+    /// Number of all parts.
     pub parts: usize,
-    /// Number of kernels that are compiled meanwhile.
+    /// Number of kernels that compile while weights load.
     pub kernels: usize,
 }
 
 impl Engine {
-    /// Loads a Hugging Face folder: config.json and safetensors, and generation_config.json and tokenizer.json if it has
-    /// them. Files are mapped and go to the device one tensor at a time. A chat template is read on first use.
-    /// [`Engine::builder`] does the same, one setting at a time.
+    /// Loads a Hugging Face folder: config.json, safetensors, and generation_config.json and tokenizer.json if present.
+    /// Files are mapped and uploaded one tensor at a time. A chat template is read on first use. [`Engine::builder`]
+    /// does the same with one method per setting.
     ///
     /// # Errors
-    /// [`LoadError::Folder`] for a folder without a model that is supported; [`PlanError::Memory`](crate::memory::PlanError::Memory)
-    /// before anything is loaded; [`DeviceError::OutOfMemory`](crate::DeviceError::OutOfMemory) if the device has less memory
-    /// left than planned; [`LoadError::Text`] for a tokenizer that cannot be read or belongs to another model.
+    /// - [`LoadError::Folder`] for a folder without a supported model
+    /// - [`PlanError::Memory`](crate::memory::PlanError::Memory) if model and workload do not fit; nothing is loaded
+    /// - [`DeviceError::OutOfMemory`](crate::DeviceError::OutOfMemory) if the device has less free memory than planned
+    /// - [`LoadError::Text`] for a tokenizer that cannot be read or belongs to another model
     pub fn load(
         device: &Device,
         folder: impl AsRef<Path>,
@@ -45,10 +46,10 @@ impl Engine {
         Self::from_folder(device, ModelFolder::open(folder)?, options, |_| {})
     }
 
-    /// Loads an open folder, and reports to `progress` after each part.
+    /// Loads an open folder and calls `progress` after each part.
     ///
     /// # Errors
-    /// As [`Engine::load`], except for those of [`ModelFolder::open`].
+    /// The errors of [`Engine::load`], without those of [`ModelFolder::open`].
     pub fn from_folder(
         device: &Device,
         folder: ModelFolder,
@@ -85,16 +86,17 @@ impl Engine {
         })
     }
 
-    /// The published shapes that [`Engine::random`] knows, such as `llama-3-8b`.
+    /// Returns the names of the published shapes for [`Engine::random`], such as `llama-3-8b`.
     pub fn shapes() -> impl Iterator<Item = &'static str> {
         models::shapes::names()
     }
 
-    /// A model of random weights of a published shape, for measuring: one of [`Engine::shapes`]. It has no
-    /// tokenizer.
+    /// Returns a model with random weights in a published shape, for benchmarks. It has no tokenizer. `shape` is one of
+    /// [`Engine::shapes`].
     ///
     /// # Errors
-    /// [`LoadError::Shape`]; [`LoadError::Model`] for what the device cannot hold or run.
+    /// [`LoadError::Shape`] for an unknown shape; [`LoadError::Plan`] if it does not fit in memory;
+    /// [`LoadError::Model`] if the device cannot hold or run it.
     pub fn random(
         device: &Device,
         shape: &str,
@@ -116,7 +118,7 @@ impl Engine {
         })
     }
 
-    /// One whose weights are there, and nothing that loading needed beside them.
+    /// Checks the allocations of a loaded engine, and frees the memory that only loading needed.
     fn settled(loaded: Inner) -> Result<Self, LoadError> {
         let engine = Self(Arc::new(loaded));
         let allocated = engine.decoder().check_allocation();
@@ -126,7 +128,7 @@ impl Engine {
     }
 }
 
-/// Configs that are known for `device`.
+/// Returns the context with the known configs of `device`.
 fn known_configs(device: &Device, options: &EngineOptions) -> Result<Ctx, LoadError> {
     let ctx = context(device, options.policy.unwrap_or(tune::Policy::Default))?;
     log_warnings(&ctx);

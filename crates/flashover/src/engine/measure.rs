@@ -1,4 +1,4 @@
-//! How fast a model is, and against what a device gives at most.
+//! Speed of a model, and the device's ceilings to compare it with.
 
 use std::time::Duration;
 
@@ -18,57 +18,59 @@ use super::sampling::{Place, Sampling, Token};
 use crate::device_error::DeviceError;
 use crate::memory::Grant;
 
-/// What is measured: a prompt that passes, or tokens that are generated one after the other.
+/// A speed test: prefill of a prompt, then decode steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct SpeedTest {
-    /// Tokens of a prompt; 0 for none.
+    /// Number of prefilled tokens per sequence; 0 for none.
     pub prompt: usize,
-    /// Tokens that are generated; 0 for none.
+    /// Number of decode steps; 0 for none.
     pub generated: usize,
-    /// Positions that are there before.
+    /// Depth: number of tokens in the KV cache before the test, per sequence.
     pub depth: usize,
-    /// Sequences that run together.
+    /// Number of sequences in the batch.
     pub batch: usize,
 }
 
-/// What was measured.
+/// Measured speed of a test.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Speed {
-    /// Which test it was.
+    /// The test.
     pub test: SpeedTest,
-    /// Nanoseconds of each repetition, by the host's clock, from tokens on the host to the likeliest next
-    /// ones on the host.
+    /// Nanoseconds of each repetition on the host's clock: from tokens on the host to the most likely next tokens on
+    /// the host.
     pub samples_ns: Vec<f64>,
-    /// Nanoseconds up to the first generated token, of the first repetition; the prompt's where there is one.
+    /// Nanoseconds to the first token in the first repetition: after prefill, or after the first decode step without a
+    /// prompt.
     pub first_token_ns: f64,
-    /// Joules of the card for a token, where the driver tells, and over a second or more.
+    /// Joules of the card per token; none if the driver does not report energy, for runs below a second, or with a
+    /// depth.
     pub joules_per_token: Option<f64>,
-    /// Bytes that a step of generating must read: weights, and keys and values halfway.
+    /// Bytes that a decode step must read: weights, and the KV cache at half of the generated tokens.
     pub bytes_per_step: u64,
-    /// Operations of the products of a repetition; a multiply-add counts two. Of a prompt only the last token
-    /// gets logits.
+    /// Operations of the matmuls of a repetition; a multiply-add counts as two. Only the last token of a prompt gets
+    /// logits.
     pub flops: u64,
 }
 
-/// The most that a device gives.
+/// Ceilings of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Ceilings {
-    /// Gigabytes a second of a copy, read and written.
+    /// Memory bandwidth of a copy, in GB/s read and written.
     pub gbps: f64,
-    /// Operations a nanosecond in registers, where the backend has a way to measure it.
+    /// Peak GFLOP/s in registers; none if the backend cannot measure it.
     pub gflops: Option<f64>,
 }
 
 impl Ceilings {
-    /// Measures them for what `engine` computes in.
+    /// Measures the ceilings of the engine's device in its compute dtype.
     ///
     /// # Errors
-    /// Those of the device.
+    /// [`DeviceError`] if the device fails.
     pub fn measure(engine: &Engine) -> Result<Self, DeviceError> {
         let _at_work = ops::at_work();
         let device = &engine.0.device;
         let failed = |e: TimingError| engine.failed(e.to_string());
-        // As the bench's tables have it: the best that a device gives, and not by one sample.
+        // As in the bench's tables, p10: close to the best, and independent of a single sample.
         let best = |timing: &Timing| {
             Summary::of(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
         };
@@ -79,7 +81,7 @@ impl Ceilings {
             _ => Precision::F32,
         };
         let multiply = ceiling::time_multiply(device.arch(), precision).map_err(failed)?;
-        // What was copied is not the model's memory.
+        // The copy's buffers do not count as the model's memory.
         let cleaned = device.client().memory_cleanup();
         cleaned.map_err(|why| engine.failed(format!("{why:?}")))?;
         Ok(Self {
@@ -90,7 +92,7 @@ impl Ceilings {
 }
 
 impl SpeedTest {
-    /// Its name as llama-bench has it: `pp512`, `tg128 @ d1024`.
+    /// Returns the name in llama-bench: `pp512`, `tg128 @ d1024`.
     pub fn name(&self) -> String {
         let what = match self.generated {
             0 => format!("pp{}", self.prompt),
@@ -102,31 +104,32 @@ impl SpeedTest {
         }
     }
 
-    /// Tokens of all sequences.
+    /// Returns the number of prefilled and generated tokens over all sequences.
     pub const fn tokens(&self) -> usize {
         (self.prompt + self.generated) * self.batch
     }
 }
 
 impl Speed {
-    /// Tokens a second of each repetition, of all sequences.
+    /// Returns the tokens per second of each repetition, over all sequences.
     pub fn rates(&self) -> Vec<f64> {
         self.samples_ns.iter().map(|ns| self.test.tokens() as f64 / ns * 1e9).collect()
     }
 
-    /// The mean of them.
+    /// Returns the mean of [`Speed::rates`], in tokens per second.
     pub fn rate(&self) -> f64 {
         self.rates().iter().sum::<f64>() / self.samples_ns.len() as f64
     }
 
-    /// Bytes that had to be read over those that a copy would have moved, for generated tokens.
+    /// Returns the bandwidth of the necessary reads as a share of a copy's bandwidth; none for a test without decode
+    /// steps.
     pub fn share_of_bandwidth(&self, ceilings: &Ceilings) -> Option<f64> {
         let steps = self.test.generated as f64;
         let gbps = self.bytes_per_step as f64 * steps / self.median_ns();
         (self.test.generated > 0).then(|| gbps / ceilings.gbps)
     }
 
-    /// Model FLOPs utilisation: operations of the products over what registers would have given.
+    /// Returns the model FLOPs utilisation: the achieved share of the peak GFLOP/s; none without a measured peak.
     pub fn utilisation(&self, ceilings: &Ceilings) -> Option<f64> {
         ceilings.gflops.map(|ceiling| self.flops as f64 / self.median_ns() / ceiling)
     }
@@ -136,10 +139,11 @@ impl Speed {
     }
 }
 
-/// 1.24B through Vulkan passed 512 tokens at 8000 to 9000 tokens/s four times, and then at 33000 (H200).
+/// Minimum warm-up. On an H200 through Vulkan, prefill of 512 tokens (1.24B parameters) ran at 8000 to 9000 tokens/s
+/// four times, and then at 33000 tokens/s.
 const WARM_UP: Duration = Duration::from_millis(500);
 
-/// Repetitions of a test, over one cache.
+/// Repetitions of a test on one KV cache.
 pub(super) struct Run<'a> {
     engine: &'a Engine,
     test: SpeedTest,
@@ -157,7 +161,7 @@ impl<'a> Run<'a> {
         Ok(Self { engine, test, cache, sampler, _grant: grant })
     }
 
-    /// Lets pass what is there before.
+    /// Clears the cache and prefills the test's depth.
     pub(super) fn prepare(&mut self) -> Result<(), GenerateError> {
         self.cache.clear();
         if self.test.depth > 0 {
@@ -166,7 +170,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// One repetition: nanoseconds of all of it, and up to the first token.
+    /// Runs one repetition. Returns the nanoseconds of all of it, and those to the first token.
     pub(super) fn once(&mut self) -> Result<(f64, f64), GenerateError> {
         let begin = Stopwatch::start();
         let mut first = None;
@@ -192,11 +196,12 @@ impl<'a> Run<'a> {
 }
 
 impl Engine {
-    /// Runs a test to warm up, which is when a step is captured, and then as often as `repetitions` says. Off a CPU it
-    /// warms up for half a second at least: a card that rested has not its clocks at once.
+    /// Runs a test as warm-up, which also captures the decode graph, and then `repetitions` times. GPUs warm up for at
+    /// least half a second, since an idle card runs at low clocks.
     ///
     /// # Errors
-    /// [`GenerateError::Model`] for more positions than the model has.
+    /// [`GenerateError::Model`] for more positions than the model has; [`GenerateError::Plan`] if the test does not fit
+    /// in memory.
     pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, GenerateError> {
         let SpeedTest { generated, depth, batch, .. } = test;
         let mut run = Run::new(self, test)?;
@@ -226,7 +231,7 @@ impl Engine {
             }
         }
         let tokens = (test.tokens() * repetitions) as f64;
-        // The counter moves in steps: what took less than a second is mostly rounding.
+        // The counter has coarse steps: for less than a second the result is mostly rounding.
         let joules = before.zip(energy()).and_then(|((before, clock), after)| {
             let enough = depth == 0 && clock.elapsed() >= Duration::from_secs(1);
             enough.then(|| after.abs_diff(before) as f64 / 1e3 / tokens)
@@ -242,13 +247,13 @@ impl Engine {
         })
     }
 
-    /// Tokens of no meaning.
+    /// Returns arbitrary valid tokens.
     pub(crate) fn some_tokens(&self, seed: usize, count: usize) -> Vec<u32> {
         let vocab = self.config().vocab;
         (0..count).map(|at| ((at * 7919 + seed * 104_729) % vocab) as u32).collect()
     }
 
-    /// Two for each value of a matrix that a token passes.
+    /// Returns the operations of a repetition: two per matrix value and token.
     fn flops(&self, test: SpeedTest) -> u64 {
         let config = self.config();
         let matrix =

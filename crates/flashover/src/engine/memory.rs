@@ -1,4 +1,4 @@
-//! Memory next to a model's weights: what is planned, which sessions are admitted, and what goes back to the device.
+//! Device memory next to a model's weights: planning, admission of sessions, and return of free pages.
 
 use burn::tensor::Tensor;
 use models::{Footprint, KvCache, Workload};
@@ -9,29 +9,29 @@ use crate::device_error::{DeviceError, check_free};
 use crate::memory::{Grant, MemoryUsage, Plan, PlanError};
 
 impl Engine {
-    /// Reads what the pools of the device hold, for all of this process.
+    /// Reads the use of the device's pools by this process.
     pub fn memory(&self) -> MemoryUsage {
         MemoryUsage::read(&self.0.device)
     }
 
-    /// Gives the pages that are kept for later back to the device.
+    /// Returns free pages of the pools to the device.
     ///
     /// # Errors
-    /// [`DeviceError`] of kernels that still ran.
+    /// [`DeviceError`] of a kernel that still ran.
     pub fn clear_cache(&self) -> Result<(), DeviceError> {
         self.0.pages.give_back().map_err(|why| self.failed(why))
     }
 
-    /// Plans the memory of this model for a workload, next to all that lives on its weights.
+    /// Plans the memory of this model for a workload, next to all sessions, batches and trainers on its weights.
     ///
     /// # Errors
-    /// [`PlanError::Budget`] for numbers out of range; [`PlanError::Model`] for more positions than the model has, or an
-    /// adapter that it cannot have.
+    /// [`PlanError::Budget`] for numbers out of range; [`PlanError::Model`] for more positions than the model has, or
+    /// an adapter that it cannot have.
     pub fn plan(&self, workload: Workload) -> Result<Plan, PlanError> {
         self.plan_without(None, workload)
     }
 
-    /// Plans next to all that lives except `own`.
+    /// Plans a workload next to all entries of the ledger except `own`.
     pub(crate) fn plan_without(
         &self,
         own: Option<&Grant>,
@@ -41,12 +41,12 @@ impl Engine {
         self.0.planned.plan(workload, self.0.ledger.others(own))
     }
 
-    /// Refuses numbers out of range, and what the model or the backend cannot do.
+    /// Refuses numbers out of range, and workloads that the model or the backend does not support.
     pub(crate) fn check(&self, workload: &Workload) -> Result<(), PlanError> {
         self.0.planned.check(workload)
     }
 
-    /// Enters a workload among all that lives, in place of `own`.
+    /// Adds a workload to the ledger, in place of `own`, if it fits.
     pub(crate) fn admit_as(
         &self,
         own: &mut Option<Grant>,
@@ -61,7 +61,7 @@ impl Engine {
         Ok(parts)
     }
 
-    /// Enters a workload for as long as the grant lives.
+    /// Adds a workload to the ledger until the grant is dropped.
     pub(super) fn admit(&self, workload: Workload) -> Result<Option<Grant>, GenerateError> {
         let mut grant = None;
         let parts = self.admit_as(&mut grant, &workload)?;
@@ -69,13 +69,13 @@ impl Engine {
         Ok(grant)
     }
 
-    /// Allocates a cache that fits among all that lives, for as long as the grant lives.
+    /// Allocates a KV cache and adds it to the ledger until the grant is dropped.
     pub(super) fn cache(
         &self,
         batch: usize,
         context: usize,
     ) -> Result<(KvCache, Option<Grant>), GenerateError> {
-        // One that is too long for the model is left to the error that says so.
+        // A context longer than the model's is reported by the decoder.
         let grant = match self.config().context() {
             Some(most) if context > most => None,
             _ => self.admit(Workload::new(batch, context))?,
@@ -83,7 +83,7 @@ impl Engine {
         Ok((self.cache_within(batch, context)?, grant))
     }
 
-    /// Allocates a cache of a workload that was admitted.
+    /// Allocates a KV cache of an admitted workload.
     pub(super) fn cache_within(
         &self,
         batch: usize,
@@ -98,16 +98,16 @@ impl Engine {
         self.checked_cache(cache)
     }
 
-    /// Returns a cache whose allocation is checked: ops that use it could not report that it failed.
+    /// Checks the allocation of a cache and returns it. Ops on the cache could not report a failed allocation.
     pub(super) fn checked_cache(&self, cache: KvCache) -> Result<KvCache, GenerateError> {
         cache.check_allocation().map_err(|why| self.allocation_error::<GenerateError>(why))?;
         Ok(cache)
     }
 
-    /// Gives back the pages of earlier sessions if they are more than a session of `bytes` leaves, or if both together are
-    /// more than the budget: the memory of a cache serves no cache of another length.
+    /// Returns free pages to the device if they exceed what a session of `bytes` uses, or if both together exceed the
+    /// budget. The memory of one cache is not reused for a cache of another length.
     fn give_back_more_than(&self, bytes: u128) -> Result<(), DeviceError> {
-        /// Size to which pools round pages up.
+        /// Pools round the size of pages up to this.
         const PAGES: u128 = 8 << 20;
         let MemoryUsage { used_bytes, reserved_bytes, .. } = self.memory();
         let left = u128::from(reserved_bytes.saturating_sub(used_bytes));
@@ -119,8 +119,7 @@ impl Engine {
         }
     }
 
-    /// Allocates a page of so many bytes in the pool of this thread: pages that grow with their use leave smaller ones
-    /// behind.
+    /// Allocates one page of `bytes` in this thread's pool. Pages that grow with use would leave smaller pages behind.
     pub(crate) fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
         let _at_work = ops::at_work();
         let client = self.0.device.client();
@@ -137,7 +136,7 @@ impl Engine {
         data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
     }
 
-    /// Returns the error of an allocation that failed.
+    /// Converts the error of a failed allocation.
     pub(super) fn allocation_error<E: From<DeviceError> + From<models::Error>>(
         &self,
         why: models::Error,

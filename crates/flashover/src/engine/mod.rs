@@ -1,9 +1,9 @@
-//! A model that answers: loaded once, shared by the sessions that generate with it.
+//! A model on a device, loaded once and shared by its sessions.
 //!
 //! ```text
-//! ModelFolder  tokenizer, what the model's makers would have, weights in files               on no device
-//! Engine       the same, its weights on a device                                            does not change
-//! Session      keys and values so far, of one sequence                                      yields tokens
+//! ModelFolder  tokenizer, generation settings and mapped weights      on no device
+//! Engine       the same, with weights on a device                    immutable
+//! Session      KV cache of one sequence                              yields tokens
 //! ```
 
 mod batch;
@@ -53,8 +53,8 @@ pub use text::TextStream;
 
 /// A model on a device. Clones share it.
 ///
-/// Threads may generate with it beside each other, each on a stream of its own. Under compute-sanitizer two are not
-/// clean while one captures a graph: now and then a capture is invalidated (CUDA error 901), and results are right.
+/// Several threads may generate at the same time, each on its own stream. Under compute-sanitizer, two threads are not
+/// clean while one captures a graph: a capture is sometimes invalidated (CUDA error 901), while results are right.
 #[derive(Clone)]
 pub struct Engine(Arc<Inner>);
 
@@ -66,60 +66,62 @@ struct Inner {
     ledger: Arc<Ledger>,
     /// Shapes whose kernels are compiled.
     precompiled: Precompiled,
-    /// The last to go.
+    /// Last field, so that it is dropped last.
     pages: Pages,
 }
 
 impl Engine {
-    /// The device that the model is on.
+    /// Returns the device of the model.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// What the model computes.
+    /// Returns the model's config.
     pub fn config(&self) -> &DecoderConfig {
         self.0.decoder.config()
     }
 
-    /// What it computes in, and what weights of 4 or 8 bits are called where there are such.
+    /// Returns the name of the compute dtype, and the name of the weight format if weights have 4 or 8 bits.
     pub fn precision(&self) -> (String, Option<String>) {
         let precision = self.0.decoder.precision();
         let quant = precision.matrices.map(|format| format.info().held_as.to_owned());
         (compute_name(precision), quant)
     }
 
-    /// How keys and values are held.
+    /// Returns the format of the KV cache.
     pub fn kv_format(&self) -> KvFormat {
         self.0.decoder.precision().kv
     }
 
-    /// Bytes of the weights on the device.
+    /// Returns the bytes of the weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         self.0.decoder.weight_bytes()
     }
 
-    /// What the model's makers would have.
+    /// Returns the settings in generation_config.json.
     pub fn generation(&self) -> &GenerationConfig {
         &self.0.reader.generation
     }
 
-    /// Sampling and ends as the model's makers would have them.
+    /// Returns a request with the model's sampling, maximum length and stops.
     pub fn request(&self) -> Request {
         self.0.reader.request()
     }
 
+    /// Returns the tokenizer.
+    ///
     /// # Errors
     /// [`GenerateError::NoTokenizer`].
     pub fn tokenizer(&self) -> Result<&Tokenizer, GenerateError> {
         self.0.reader.tokenizer()
     }
 
-    /// Ids that the tokenizer lacks, which are never sampled.
+    /// Returns the ids that the tokenizer lacks and that are never sampled.
     fn absent(&self) -> &[u32] {
         &self.0.reader.absent
     }
 
-    /// The tokens of a plain prompt, with what the tokenizer puts before a text.
+    /// Returns the tokens of a plain prompt, with the special tokens that the tokenizer adds.
     ///
     /// # Errors
     /// [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
@@ -127,22 +129,22 @@ impl Engine {
         self.0.reader.encode(prompt)
     }
 
-    /// The tokens of a conversation that waits for its answer.
+    /// Returns the tokens of messages, rendered through the chat template, up to the start of the answer.
     ///
     /// # Errors
-    /// [`GenerateError::NoTemplate`], [`GenerateError::NoTokenizer`]; [`GenerateError::Text`], also for a template that is
-    /// broken or refuses the messages.
+    /// [`GenerateError::NoTemplate`], [`GenerateError::NoTokenizer`]; [`GenerateError::Text`], also for a template that
+    /// is broken or refuses the messages.
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, GenerateError> {
         self.0.reader.encode_chat(messages)
     }
 
-    /// Positions that a request needs: those of the prompt and as many as are to come, or else as many as the model
-    /// has, of more than 8192 so many, or 1024 past a prompt that is as long.
+    /// Returns the context length that a request needs in tokens: prompt plus `max_new_tokens`. Without a limit, it is
+    /// the model's context capped at 8192, or at 1024 more than a longer prompt.
     pub fn context_length(&self, prompt: usize, request: &Request) -> usize {
         self.0.reader.context_length(prompt, request)
     }
 
-    /// What [`Engine::generate_batch`] asks of the device.
+    /// Returns the workload of [`Engine::generate_batch`].
     pub fn workload(
         &self,
         prompts: &[impl AsRef<[u32]>],
@@ -153,7 +155,7 @@ impl Engine {
         self.0.reader.workload(&each, completions)
     }
 
-    /// The folder that it was loaded from, or the name of its shape.
+    /// Returns the folder of the model, or the name of its shape.
     pub fn folder(&self) -> &Path {
         &self.0.reader.folder
     }

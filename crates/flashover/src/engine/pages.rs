@@ -1,17 +1,17 @@
-//! Memory that a device gets back.
+//! Return of device memory.
 
 use crate::context::on_burn;
 use crate::device::Device;
 use crate::memory::MemoryUsage;
 
-/// Pages of a model's device. They go back to the device after the model.
+/// Pages of a model's device. Dropping it returns free pages to the device.
 pub(super) struct Pages(pub(super) Device);
 
 impl Pages {
-    /// Gives back the pages in which no buffer is alive.
+    /// Returns the pages without a live buffer to the device.
     pub(super) fn give_back(&self) -> Result<(), String> {
         let _at_work = ops::at_work();
-        // Kernels that still run hold their operands.
+        // Running kernels keep their operands alive.
         on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
         // Updates the peak.
         MemoryUsage::read(&self.0);
@@ -21,7 +21,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // A device that failed gets no further requests.
+        // After a panic the device may have failed, so it gets no further requests.
         if !std::thread::panicking() {
             let _failed = self.give_back();
         }

@@ -1,5 +1,5 @@
-//! The kernels of a generation, compiled on many cores before the first launch: while weights load, or before a prefill of
-//! another shape.
+//! Compiles the kernels of a generation on many cores before their first launch: while weights load, or before the
+//! prefill of a new shape.
 
 use std::collections::BTreeSet;
 use std::panic;
@@ -15,12 +15,12 @@ use super::error::GenerateError;
 use super::sampler;
 use crate::options::EngineOptions;
 
-/// Shapes whose kernels are compiled: batch, tokens of a prefill (0 for none), positions, and 1 with the decode step.
+/// Shapes whose kernels are compiled: batch, tokens of the prefill (0 for none), positions, and 1 with the decode step.
 pub(super) type Precompiled = Mutex<BTreeSet<[usize; 4]>>;
 
 impl Engine {
-    /// Compiles the kernels of a prefill of `seq` tokens a sequence, and with `decode` those of the step after it and of
-    /// sampling, once for each shape. Other back ends than CUDA compile a kernel at its first launch.
+    /// Compiles the kernels of a prefill of `seq` tokens per sequence; with `decode` also those of the decode step and
+    /// of sampling. Each shape compiles once. Backends other than CUDA compile a kernel at its first launch.
     pub(super) fn precompile(
         &self,
         cache: &KvCache,
@@ -46,13 +46,14 @@ impl Engine {
 #[derive(Default)]
 pub(super) struct Ahead {
     compiling: Option<JoinHandle<()>>,
-    /// Number of its kernels.
+    /// Number of kernels to compile.
     pub(super) kernels: usize,
 }
 
 impl Ahead {
-    /// Starts it where `workload` generates: for a prefill of one sequence, and the decode step if one sequence decodes
-    /// alone. `outline` makes the model without its weights; `sampling` takes its logits.
+    /// Starts the thread if `workload` is a generation. It compiles a prefill of one sequence, and the decode step if
+    /// the workload is one sequence. `outline` returns the model without its weights; `sampling` samples from its
+    /// logits.
     pub(super) fn start(
         outline: impl FnOnce(&Ctx) -> Result<Decoder, models::Error>,
         ctx: &Ctx,
@@ -73,7 +74,7 @@ impl Ahead {
         Ok(Self { compiling: Some(thread::spawn(|| rehearsed.compile())), kernels })
     }
 
-    /// Waits until it is done.
+    /// Waits for the thread.
     pub(super) fn finish(self) {
         if let Some(compiling) = self.compiling {
             compiling.join().unwrap_or_else(|why| panic::resume_unwind(why));

@@ -1,4 +1,4 @@
-//! Where the time of a model goes.
+//! Time of a model per kernel, operator and layer.
 
 use serde::Serialize;
 use trace::{Operator, Recording, Trace};
@@ -8,54 +8,54 @@ use super::error::GenerateError;
 use super::measure::{Run, SpeedTest};
 use crate::memory::MemoryUsage;
 
-/// One run of a test, kernel by kernel.
+/// Profile of one run of a test, per kernel.
 #[derive(Debug, Clone)]
 pub struct Profile {
-    /// Which test it was.
+    /// The test.
     pub test: SpeedTest,
-    /// All that was seen: [`Trace::chrome`] writes it for Perfetto.
+    /// All recorded events: [`Trace::chrome`] writes them for Perfetto.
     pub trace: Trace,
-    /// Nanoseconds by the host's clock, launch by launch: what replays a graph is faster.
+    /// Nanoseconds on the host's clock, with one launch per kernel. Normal runs replay a graph and are faster.
     pub wall_ns: f64,
-    /// What ran, the longest first.
+    /// Time per operator, longest first.
     pub operators: Vec<Operator>,
-    /// The embedding, each layer, the head.
+    /// Time of the embedding, each layer, the output projection and sampling.
     pub layers: Vec<LayerProfile>,
-    /// At its end, its keys and values still there.
+    /// Memory at the end of the run, with its KV cache.
     pub memory: MemoryUsage,
 }
 
-/// What one part of a model took.
+/// Time and memory of one part of a model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerProfile {
-    /// Such as `embedding`, `layer 0` or `head`.
+    /// Name of the part, such as `embedding`, `layer 0` or `head`.
     pub name: String,
-    /// How often tokens passed it.
+    /// Number of forward passes.
     pub passes: usize,
-    /// Kernels of all passes.
+    /// Number of kernel launches over all passes.
     pub launches: usize,
-    /// Nanoseconds that these ran.
+    /// Nanoseconds of these kernels.
     pub total_ns: u64,
-    /// Of all that ran.
+    /// Share of the time of all kernels, from 0 to 1.
     pub share: f64,
-    /// Bytes of its weights on the device; norms and biases are not counted.
+    /// Bytes of its weights on the device, without norms and biases.
     pub weight_bytes: u64,
-    /// Bytes of its keys and values, for the positions of the test.
+    /// Bytes of its KV cache, for the positions of the test.
     pub cache_bytes: u64,
 }
 
 impl Profile {
-    /// Nanoseconds that kernels ran, over those that passed.
+    /// Returns the share of the wall time in which kernels ran.
     pub fn busy(&self) -> f64 {
         self.trace.busy_ns() as f64 / self.wall_ns
     }
 }
 
 impl Engine {
-    /// Runs a test once to warm up and once more while every launch of this thread is timed.
+    /// Runs a test once as warm-up, and once more with every launch of this thread timed.
     ///
     /// # Errors
-    /// [`GenerateError::Recording`] while something else records; as [`Engine::measure`].
+    /// [`GenerateError::Recording`] during another recording; the errors of [`Engine::measure`].
     pub fn profile(&self, test: SpeedTest) -> Result<Profile, GenerateError> {
         let mut run = Run::new(self, test)?;
         run.prepare()?;
@@ -97,7 +97,7 @@ impl Engine {
         Ok(Profile { test, wall_ns, operators, layers, memory, trace })
     }
 
-    /// Notes, for who records a trace, the bytes that are alive in the pools of the device and those that they hold.
+    /// Records the live bytes and the reserved bytes of the device's pools in the current trace, if there is one.
     pub fn note_memory(&self) {
         trace::memory(|| {
             let memory = self.memory();

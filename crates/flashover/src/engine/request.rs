@@ -1,43 +1,44 @@
-//! What a generation is asked for, and why it ended.
+//! Request and finish reason of a generation.
 
 use super::sampling::Sampling;
 
-/// What one generation is asked for.
+/// Request of one generation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
-    /// Settings of the sampler.
+    /// Sampling settings.
     pub sampling: Sampling,
-    /// Tokens at most; as many as there is room for when none.
+    /// Maximum number of new tokens; none for as many as fit in the context.
     pub max_new_tokens: Option<usize>,
-    /// Tokens that end it. They are not given out.
+    /// Ids that end the generation. They are not returned.
     pub stop_tokens: Vec<u32>,
-    /// Strings that end it, of a text: [`Session::generate_text`](crate::Session::generate_text) and [`Completion::text`](crate::Completion::text) do not give them out, and
-    /// [`Session::generate`](crate::Session::generate) does not look for them.
+    /// Stop sequences of a text. [`Session::generate_text`](crate::Session::generate_text) and
+    /// [`Completion::text`](crate::Completion::text) end before them. [`Session::generate`](crate::Session::generate)
+    /// ignores them.
     pub stop_sequences: Vec<String>,
 }
 
-/// Why a generation ended.
+/// Reason for the end of a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model gave a token of [`Request::stop_tokens`].
+    /// The model sampled one of [`Request::stop_tokens`].
     Eos,
-    /// A string of [`Request::stop_sequences`] came up.
+    /// The text reached one of [`Request::stop_sequences`].
     Stop,
-    /// As many tokens as were asked for.
+    /// The generation reached [`Request::max_new_tokens`].
     Length,
-    /// The session has no more room.
+    /// The context is full.
     Context,
-    /// Who was told of the steps of a batch had enough.
+    /// The callback of [`Engine::generate_each_with`](crate::Engine::generate_each_with) cancelled the generation.
     Cancelled,
 }
 
 impl Request {
-    /// Whether a generation that gave out `given` tokens is at its end: `seen` are those with the prompt's, and
-    /// `room` is how many may pass.
+    /// Returns the finish reason of a generation that returned `given` tokens, if it must end. `seen` counts the prompt
+    /// too. `room` is the context length.
     pub(super) fn end(&self, given: usize, seen: usize, room: usize) -> Option<FinishReason> {
         match self.max_new_tokens {
             Some(most) if given >= most => Some(FinishReason::Length),
-            // The last one is given out though nothing can follow it.
+            // The last token is returned although nothing can follow it.
             _ => (seen > room).then_some(FinishReason::Context),
         }
     }

@@ -1,7 +1,7 @@
-//! The next tokens of rows of logits.
+//! Samples the next tokens from rows of logits.
 //!
-//! Logits stay on the device; words of each row go there with every step, and a token, its probability and a flag
-//! come back.
+//! Logits stay on the device. Each step uploads a few words per row, and downloads a token, its log probability and a
+//! flag.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use ops::{Ctx, OpError};
@@ -10,17 +10,17 @@ use super::Engine;
 use super::error::GenerateError;
 use super::sampling::{Place, Sampling, Token};
 
-/// Picks tokens of rows that grow, and remembers on the device what each has seen.
+/// Samples tokens for the sequences of a batch, and keeps the tokens seen by each on the device.
 #[derive(Debug)]
 pub(super) struct Sampler {
-    /// Of each row.
+    /// Settings of each row.
     sampling: Vec<Sampling>,
-    /// A bit a token, row by row, and a row of what the tokenizer lacks.
+    /// Bit masks over the vocabulary: seen tokens for each row, then one row of the ids that the tokenizer lacks.
     seen: Tensor<1, Int>,
 }
 
 impl Sampler {
-    /// For sequences that are sampled so and have these tokens so far.
+    /// Returns a sampler for sequences with these settings and tokens so far.
     pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
         let _at_work = ops::at_work();
         let words = engine.config().vocab.div_ceil(32);
@@ -34,7 +34,7 @@ impl Sampler {
         absent.iter().for_each(|id| mark(sequences.len(), *id));
         let sampling = sequences.iter().map(|(sampling, _)| *sampling).collect();
         let device = engine.decoder().device();
-        // As long as what decodes, so outside of the pools of what passes.
+        // The masks live as long as the sequences, so they stay out of the pools of activations.
         let seen = device.memory_persistent_allocations(bits, |bits| {
             let len = bits.len();
             words_on(device, bits, [len])
@@ -42,7 +42,7 @@ impl Sampler {
         Self { sampling, seen }
     }
 
-    /// The tokens after rows of logits, `[rows, vocab]`, each at its place.
+    /// Samples a token for each row of logits, `[rows, vocab]`, at its place in the random sequence.
     pub(super) fn sample(
         &self,
         engine: &Engine,
@@ -71,7 +71,7 @@ impl Sampler {
     }
 }
 
-/// Launches what [`Sampler::pick`] launches with some logits; `masked` if the tokenizer lacks tokens.
+/// Launches the kernels of [`Sampler::sample`] on given logits. `masked` is true if the tokenizer lacks ids.
 pub(super) fn rehearse(masked: bool) -> impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError> {
     move |ctx, logits| {
         let ([rows, vocab], device) = (logits.dims(), logits.device());
@@ -83,7 +83,7 @@ pub(super) fn rehearse(masked: bool) -> impl Fn(&Ctx, Tensor<2>) -> Result<(), O
     }
 }
 
-/// Words on a device.
+/// Uploads words.
 fn words_on<const D: usize>(device: &Device, words: Vec<u32>, shape: [usize; D]) -> Tensor<D, Int> {
     let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
     Tensor::from_data(TensorData::new(words, shape), (device, DType::I32))

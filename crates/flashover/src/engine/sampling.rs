@@ -1,33 +1,32 @@
-//! How tokens are chosen, and the random numbers that choose: drawn of seed and place alone, so that a token does not
-//! depend on what runs beside it.
+//! Sampling settings and their random numbers. The numbers depend on seed and place only, so tokens do not depend on
+//! other sequences.
 //!
-//! Source of the numbers: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+//! Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 
 use models::GenerationConfig;
 use ops::Choice;
 
 use super::error::GenerateError;
 
-/// How tokens are chosen.
+/// Settings of sampling.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Logits are divided by it; 0 takes the likeliest token.
+    /// Divisor of the logits; 0 takes the most likely token.
     pub temperature: f32,
-    /// How many of the likeliest tokens may be drawn, and what equals the last of them; 0 is all.
+    /// Number of most likely tokens to sample among, with ties of the last; 0 for all.
     pub top_k: usize,
-    /// The likeliest tokens that reach this probability together may be drawn, and what equals the last of them; 1 is
-    /// all.
+    /// Samples among the most likely tokens that together reach this probability, with ties of the last; 1 for all.
     pub top_p: f32,
-    /// Tokens of less than this share of the likeliest one's probability are not drawn.
+    /// Excludes tokens with less than this share of the most likely token's probability; 0 for none.
     pub min_p: f32,
-    /// Logits of tokens that were there are divided by it where above 0, else multiplied; 1 is nothing.
+    /// Penalty for tokens that already occurred: divides their logits above 0 and multiplies the others; 1 for none.
     pub repetition_penalty: f32,
-    /// Of the numbers that are drawn with: the same for one seed, whatever runs beside it.
+    /// Random seed. One seed gives the same tokens, independent of other sequences.
     pub seed: u64,
 }
 
 impl Default for Sampling {
-    /// The likeliest token, always.
+    /// Returns greedy sampling: always the most likely token.
     fn default() -> Self {
         Self {
             temperature: 0.0,
@@ -40,26 +39,26 @@ impl Default for Sampling {
     }
 }
 
-/// Where in the sequence of random numbers a token is drawn.
+/// Place of a token in the random sequence.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
-    /// Tokens before it.
+    /// Number of tokens before it.
     pub(super) position: usize,
-    /// Which completion of the prompt.
+    /// Index of the completion of the prompt.
     pub(super) completion: usize,
 }
 
-/// A token, and how likely the model thought it.
+/// A token with its log probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Token {
-    /// Its number in the vocabulary.
+    /// Id in the vocabulary.
     pub id: u32,
-    /// ln softmax(logits)\[id\], before anything that [`Sampling`] does.
+    /// Natural log of the probability: ln softmax(logits)\[id\], before any setting of [`Sampling`] applies.
     pub logprob: f32,
 }
 
 impl Sampling {
-    /// What a model's makers would have, as transformers reads it.
+    /// Returns the settings in generation_config.json, with transformers' defaults.
     pub fn of(generation: &GenerationConfig) -> Self {
         let penalty = generation.repetition_penalty.unwrap_or(1.0) as f32;
         let greedy = Self { repetition_penalty: penalty, ..Self::default() };
@@ -75,8 +74,10 @@ impl Sampling {
         }
     }
 
+    /// Checks the ranges of the settings.
+    ///
     /// # Errors
-    /// [`GenerateError::Sampling`] of a number that is out of its range.
+    /// [`GenerateError::Sampling`] for a number out of range.
     pub fn check(&self) -> Result<(), GenerateError> {
         let share = |value: f32| (0.0..=1.0).contains(&value);
         let wrong = [
@@ -101,7 +102,7 @@ impl Sampling {
         }
     }
 
-    /// As the kernel is told.
+    /// Returns the kernel's parameters for a token.
     pub(super) fn choice(&self, place: Place) -> Choice {
         Choice {
             temperature: self.temperature,
@@ -114,14 +115,14 @@ impl Sampling {
     }
 }
 
-/// From 0 up to, not including, 1, in steps that f32 holds.
+/// Returns a number from 0 up to, but not including, 1, as a multiple of 2⁻²⁴.
 fn uniform(seed: u64, place: Place) -> f32 {
     let counter = [place.position as u32, place.completion as u32, 0, 0];
     let [word, ..] = philox(counter, [seed as u32, (seed >> 32) as u32]);
     (word >> 8) as f32 / (1u32 << 24) as f32
 }
 
-/// Philox4x32-10.
+/// Runs Philox4x32-10.
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let product = |a: u32, b: u32| {
         let whole = u64::from(a) * u64::from(b);
@@ -142,7 +143,7 @@ mod tests {
 
     #[test]
     fn the_numbers_are_random123s() {
-        // Of its file `kat_vectors`.
+        // Expected values from Random123's `kat_vectors`.
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(
             philox([u32::MAX; 4], [u32::MAX; 2]),

@@ -10,13 +10,13 @@ use super::sampler::Sampler;
 use super::sampling::{Place, Token};
 use crate::memory::Grant;
 
-/// One sequence: the tokens so far, with their keys and values.
+/// A sequence with its KV cache.
 #[derive(Debug)]
 pub struct Session {
     cache: KvCache,
-    /// None where it is part of what has one.
+    /// None if a batch holds the grant.
     grant: Option<Grant>,
-    /// The last to go: the last of a model gives its pages back.
+    /// Last field, so that it is dropped last: the last engine of a model returns its pages.
     engine: Engine,
 }
 
@@ -36,10 +36,11 @@ pub struct Tokens<S = Session> {
 }
 
 impl Engine {
-    /// Room for one sequence of `context` positions.
+    /// Starts an empty session with a KV cache of `context` tokens.
     ///
     /// # Errors
-    /// [`GenerateError::Model`] for more than the model has, [`PlanError::Memory`](crate::memory::PlanError::Memory) for more than the device.
+    /// [`GenerateError::Model`] for a context longer than the model's;
+    /// [`PlanError::Memory`](crate::memory::PlanError::Memory) if it does not fit in memory.
     pub fn session(&self, context: usize) -> Result<Session, GenerateError> {
         Session::new(self.clone(), context)
     }
@@ -51,7 +52,7 @@ impl Session {
         Ok(Self { engine, cache, grant })
     }
 
-    /// One of a batch that was found to fit.
+    /// Starts a session of a batch that was already admitted.
     pub(super) fn within(engine: Engine, context: usize) -> Result<Self, GenerateError> {
         let cache = engine.cache_within(1, context)?;
         Ok(Self { engine, cache, grant: None })
@@ -61,33 +62,33 @@ impl Session {
         (self.cache, self.grant)
     }
 
-    /// The model that it is a sequence of.
+    /// Returns the engine of the session.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// The tokens that passed so far. The last one that a generation gave out has not: what goes on after it begins
-    /// with it.
+    /// Returns the tokens in the KV cache. The last token that a generation returned is not in it yet, so a prompt that
+    /// continues the text starts with that token.
     pub fn tokens(&self) -> &[u32] {
         self.cache.tokens(0)
     }
 
-    /// Positions that it has room for.
+    /// Returns the context length in tokens.
     pub fn context(&self) -> usize {
         self.cache.capacity()
     }
 
-    /// Forgets what passed.
+    /// Clears the KV cache.
     pub fn clear(&mut self) {
         self.cache.clear();
     }
 
-    /// Lets tokens pass, and gives the logits after each of them, `[tokens, vocab]`. They leave the device as they come,
-    /// and take no more of it than was planned.
+    /// Appends tokens to the KV cache and returns the logits after each of them, `[tokens, vocab]` row by row. Logits
+    /// are downloaded in pieces, so they take no more device memory than planned.
     ///
     /// # Errors
-    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for tokens that the model does not have or that the
-    /// session has no room for.
+    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for tokens outside of the vocabulary or more than the
+    /// session has room for.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, GenerateError> {
         if tokens.is_empty() {
             return Err(GenerateError::EmptyPrompt);
@@ -101,10 +102,10 @@ impl Session {
         Ok(logits)
     }
 
-    /// Lets `prompt` pass, after [`Session::tokens`], and generates.
+    /// Prefills `prompt` after [`Session::tokens`] and generates tokens.
     ///
     /// # Errors
-    /// As [`Session::logits`]; [`GenerateError::Sampling`]. Those of later tokens come from the iterator.
+    /// The errors of [`Session::logits`]; [`GenerateError::Sampling`]. The iterator returns the errors of later tokens.
     pub fn generate(
         &mut self,
         prompt: &[u32],
@@ -113,8 +114,8 @@ impl Session {
         Tokens::start(self, prompt, request)
     }
 
-    /// Logits after the last of the tokens, on the device, to be used before the next step. With `decodes` the session
-    /// goes on with steps of its own.
+    /// Prefills tokens and returns the logits after the last one, on the device. They must be used before the next
+    /// step. `decodes` is true if the session then decodes on its own.
     pub(super) fn prefill(
         &mut self,
         tokens: &[u32],
@@ -148,7 +149,7 @@ impl<S: BorrowMut<Session>> Tokens<S> {
         self.session.borrow()
     }
 
-    /// Reason for the end of the generation; none before.
+    /// Returns the reason for the end of the generation; none before the end.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.end
     }

@@ -7,7 +7,8 @@ use super::error::GenerateError;
 use super::request::{FinishReason, Request};
 use super::session::{Session, Tokens};
 
-/// Iterator over the text of a generation, in pieces that no later token changes. `S` is a session, or a reference to one.
+/// Iterator over the text of a generation, in pieces that no later token changes. `S` is a session, or a reference to
+/// one.
 #[derive(Debug)]
 pub struct TextStream<S = Session> {
     engine: Engine,
@@ -18,7 +19,7 @@ pub struct TextStream<S = Session> {
     end: Option<FinishReason>,
 }
 
-/// What tokens become, up to a string that ends them.
+/// Detokenisation of a generation, up to a stop sequence.
 #[derive(Debug)]
 pub(super) struct Writing {
     stream: Stream,
@@ -26,16 +27,16 @@ pub(super) struct Writing {
 }
 
 impl Writing {
-    /// After a prompt.
+    /// Returns the state after a prompt.
     ///
     /// # Errors
-    /// [`GenerateError::Text`] for an empty stop.
+    /// [`GenerateError::Text`] for an empty stop sequence.
     pub(super) fn new(prompt: &[u32], request: &Request) -> Result<Self, GenerateError> {
         let stops = Stops::new(request.stop_sequences.clone())?;
         Ok(Self { stream: Stream::new(prompt, false), stops })
     }
 
-    /// The text that is certain with this token, and whether it ends there.
+    /// Returns the text that becomes final with this token, and true if a stop sequence ends it.
     pub(super) fn push(
         &mut self,
         tokenizer: &Tokenizer,
@@ -45,7 +46,7 @@ impl Writing {
         Ok((piece.text, piece.stop.is_some()))
     }
 
-    /// The text that is left where no token follows, and whether a stop ends it.
+    /// Returns the remaining text at the end of the tokens, and true if a stop sequence ends it.
     pub(super) fn finish(mut self, tokenizer: &Tokenizer) -> Result<(String, bool), GenerateError> {
         let last = self.stops.push(&self.stream.finish(tokenizer)?);
         Ok(match last.stop {
@@ -56,10 +57,11 @@ impl Writing {
 }
 
 impl Session {
-    /// Lets `prompt` pass and generates text.
+    /// Prefills `prompt` and generates text.
     ///
     /// # Errors
-    /// As [`Session::generate`]; [`GenerateError::NoTokenizer`]; [`GenerateError::Text`] for an empty stop.
+    /// The errors of [`Session::generate`]; [`GenerateError::NoTokenizer`]; [`GenerateError::Text`] for an empty stop
+    /// sequence.
     pub fn generate_text(
         &mut self,
         prompt: &[u32],
@@ -70,7 +72,7 @@ impl Session {
 }
 
 impl Engine {
-    /// The text that `tokens` add to that of a prompt. By themselves tokenizers may drop a space at their beginning.
+    /// Returns the text that `tokens` add to the text of a prompt. Decoded alone, they may lose a leading space.
     ///
     /// # Errors
     /// [`GenerateError::NoTokenizer`], [`GenerateError::Text`].
@@ -97,17 +99,17 @@ impl<S: BorrowMut<Session>> TextStream<S> {
         Ok(Self { engine, tokens, left, count: 0, end: None })
     }
 
-    /// Reason for the end of the generation; none before.
+    /// Returns the reason for the end of the generation; none before the end.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.end
     }
 
-    /// Number of tokens so far, with those whose text is not certain yet.
+    /// Returns the number of tokens so far, including those whose text is not final yet.
     pub fn tokens(&self) -> usize {
         self.count
     }
 
-    /// The next piece; none at the end.
+    /// Returns the next piece; none at the end.
     fn piece(&mut self) -> Result<Option<String>, GenerateError> {
         let Some(mut writing) = self.left.take() else { return Ok(None) };
         let engine = self.engine.clone();

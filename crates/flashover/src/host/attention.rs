@@ -1,4 +1,4 @@
-//! Attention of host tensors, and its gradients.
+//! Attention on host tensors, forward and backward.
 
 use arch::DType;
 use burn::tensor::Tensor;
@@ -11,22 +11,25 @@ use super::tensor::HostTensor;
 
 use crate::device::Device;
 
-/// Result and log-sum-exp of an attention.
+/// Result and log-sum-exp of attention.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attended {
-    /// `[batch, heads, seq_q, head_dim]`, in the operands' dtype.
+    /// Result: `[batch, heads, seq_q, head_dim]`, in the operands' dtype.
     pub out: HostTensor,
-    /// `[batch, heads, seq_q]`, f32.
+    /// Log-sum-exp of the scores: `[batch, heads, seq_q]`, f32.
     pub lse: HostTensor,
 }
 
-/// `softmax(rules(q·kᵀ) + bias)·v`; each of `kv_heads` heads of k and v serves `heads / kv_heads`
-/// neighbours of q.
+/// Computes `softmax(rules(q·kᵀ) + bias)·v`, where the rules are scale, soft cap and masks of `options`. Each head of k
+/// and v serves `heads / kv_heads` adjacent heads of q.
 ///
 /// # Shapes
-/// q `[batch, heads, seq_q, head_dim]`, k and v `[batch, kv_heads, seq_kv, head_dim]`; bias
-/// `[batch, heads, seq_q, seq_kv]`, each axis possibly 1. Without batches, heads or queries the result is empty; without
-/// keys it is 0, and the log-sum-exp -inf.
+/// - q: `[batch, heads, seq_q, head_dim]`
+/// - k and v: `[batch, kv_heads, seq_kv, head_dim]`
+/// - bias: `[batch, heads, seq_q, seq_kv]`; an axis of size 1 broadcasts
+/// - result: see [`Attended`]
+///
+/// Without batches, heads or queries the result is empty. Without keys the result is 0 and the log-sum-exp is -inf.
 ///
 /// # Errors
 /// See [`HostOpError`].
@@ -42,21 +45,22 @@ pub fn attention(
     attended(&call, operands[0], out, lse)
 }
 
-/// The gradients of an attention by its operands, each of its operand's shape and dtype.
+/// Gradients of attention with respect to its operands. Each has the shape and dtype of its operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttentionGradients {
-    /// By q.
+    /// Gradient of q: `[batch, heads, seq_q, head_dim]`.
     pub dq: HostTensor,
-    /// By k.
+    /// Gradient of k: `[batch, kv_heads, seq_kv, head_dim]`.
     pub dk: HostTensor,
-    /// By v.
+    /// Gradient of v: `[batch, kv_heads, seq_kv, head_dim]`.
     pub dv: HostTensor,
 }
 
-/// [`attention`], and the gradients by q, k and v from `dout`, the gradient of its result; the scores are computed again.
+/// Computes [`attention`] and the gradients of q, k and v from `dout`, the gradient of the result. The scores are
+/// recomputed.
 ///
 /// # Shapes
-/// As [`attention`]; dout as its result.
+/// As for [`attention`]; dout has the shape of the result.
 ///
 /// # Errors
 /// See [`HostOpError`].
@@ -84,7 +88,7 @@ pub fn attention_backward(
     Ok((attended(&call, q, out, lse)?, gradients))
 }
 
-/// Operands on a device.
+/// Operands on the device.
 struct On {
     call: Call,
     qkv: [Tensor<4>; 3],
@@ -92,7 +96,7 @@ struct On {
 }
 
 impl On {
-    /// Uploads operands where there is memory for them, the results and `more`.
+    /// Uploads the operands if the device has memory for them, the results and `more`.
     fn new(
         device: &Device,
         [q, k, v]: [&HostTensor; 3],
@@ -117,7 +121,7 @@ impl On {
 }
 
 fn axes(what: &'static str, tensor: &HostTensor) -> Result<[usize; 4], HostOpError> {
-    let takes = "attention takes [batch, heads, positions, head_dim], and bias as [batch, heads, seq_q, seq_kv]";
+    let takes = "attention takes q, k, v as [batch, heads, positions, head_dim], bias as [batch, heads, seq_q, seq_kv]";
     let rank = tensor.shape().len();
     tensor.shape().try_into().map_err(|_| HostOpError::Rank { what, rank, takes })
 }

@@ -1,4 +1,4 @@
-//! Host tensors to a device and back.
+//! Copies host tensors to a device and back.
 
 use arch::{Backend, DType};
 use burn::tensor::{DType as BurnDType, Tensor, TensorData};
@@ -10,7 +10,7 @@ use super::tensor::HostTensor;
 use crate::context::{context, log_warnings, on_burn};
 use crate::device::Device;
 
-/// One call of an op, whose operands share a dtype. What is wrong with the tune cache is logged when it ends.
+/// One call of an op whose operands share a dtype. Dropping it logs the warnings of the tune cache.
 pub(super) struct Call {
     pub(super) ctx: Ctx,
     device: burn::tensor::Device,
@@ -18,10 +18,11 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// A call with operands of `dtype`, which takes `needs`: names and bytes.
+    /// Returns a call with operands of `dtype`. `needs` holds the name and the bytes of each tensor that the call
+    /// allocates.
     ///
     /// # Errors
-    /// [`HostOpError::Memory`], before anything is allocated; a tune cache that cannot be read.
+    /// [`HostOpError::Memory`] before anything is allocated; [`HostOpError::Cache`] if the tune cache cannot be read.
     pub(super) fn new(
         device: &Device,
         policy: Policy,
@@ -32,19 +33,19 @@ impl Call {
         Ok(Self { ctx: context(device, policy)?, device: on_burn(device), dtype })
     }
 
-    /// `bytes` as a dense tensor on the device.
+    /// Uploads `bytes` as a dense tensor.
     pub(super) fn upload<const D: usize>(&self, bytes: Vec<u8>, shape: [usize; D]) -> Tensor<D> {
         let (len, dtype) = (bytes.len() / self.dtype.size(), on_burn_dtype(self.dtype));
-        // Burn reads a 0 in `reshape` as the axis that was there.
+        // Burn's `reshape` reads a 0 as "keep this axis".
         if len == 0 {
             return Tensor::zeros(shape, (&self.device, dtype));
         }
-        // CUDA pads the rows of a tensor that is made with several axes.
+        // CUDA pads the rows of a tensor that is created with several axes.
         let data = TensorData::from_bytes_vec(bytes, [len], dtype);
         Tensor::<1>::from_data(data, (&self.device, dtype)).reshape(shape)
     }
 
-    /// The values of a result, in `shape`.
+    /// Downloads the values of a result as a tensor of `shape`.
     pub(super) fn download<const D: usize>(
         &self,
         result: Tensor<D>,
@@ -62,7 +63,7 @@ impl Drop for Call {
     }
 }
 
-/// Fails unless `others` have the dtype of `first`, and that is one of floats.
+/// Returns an error unless all tensors have the same float dtype.
 pub(super) fn check_dtypes(
     first: &HostTensor,
     others: &[(&'static str, Option<&HostTensor>)],
@@ -94,23 +95,23 @@ const fn on_burn_dtype(dtype: DType) -> BurnDType {
         DType::U32 => BurnDType::U32,
         DType::I16 => BurnDType::I16,
         DType::U16 => BurnDType::U16,
-        // Burn has no such types; their bytes are no floats to it.
+        // Burn lacks these types and does not read the bytes as floats.
         DType::Bool | DType::F8E4m3 | DType::F8E5m2 | DType::F8E8m0 => BurnDType::U8,
     }
 }
 
-/// Refuses what the device cannot hold, before anything is copied here or allocated there.
+/// Refuses tensors that exceed the device's memory, before any copy or allocation.
 fn check_memory(device: &Device, needs: &[(&'static str, u128)]) -> Result<(), HostOpError> {
     let have = device.client().properties().memory.max_page_size;
     if let Some(&(what, need)) = needs.iter().find(|(_, need)| *need > have.into()) {
         return Err(HostOpError::Memory { what, need, have, at_once: true });
     }
-    // The host's copies, one read and one handed over, come out of a CPU's own memory.
+    // On a CPU, the host's two copies (one to read, one to hand over) take memory of the same device.
     let times = if device.backend() == Backend::Cpu { 3 } else { 1 };
     let need = times * needs.iter().map(|(_, need)| need).sum::<u128>();
     match device.profile().memory_bytes.filter(|have| need > (*have).into()) {
         Some(have) => {
-            Err(HostOpError::Memory { what: "all of it together", need, have, at_once: false })
+            Err(HostOpError::Memory { what: "the whole operation", need, have, at_once: false })
         }
         None => Ok(()),
     }

@@ -1,17 +1,17 @@
-//! What can be wrong with an op on host tensors.
+//! Errors of ops on host tensors.
 
 use ops::OpError;
 use tune::CacheError;
 
 use super::tensor::TensorError;
 
-/// Why an op on host tensors has no result.
+/// Error of an op on host tensors.
 #[derive(Debug, thiserror::Error)]
 pub enum HostOpError {
-    /// There is no op of this name.
-    #[error("unknown op `{0}`\nhint: one of matmul, attention")]
+    /// No op has this name.
+    #[error("unknown op `{0}`\nhint: use matmul or attention")]
     UnknownOp(String),
-    /// A setting that the op does not have.
+    /// The op has no setting of this name.
     #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]
     UnknownSetting {
         /// Name of the op.
@@ -20,66 +20,66 @@ pub enum HostOpError {
         key: String,
         /// Its value.
         value: String,
-        /// The settings and values that there are.
+        /// Settings and values that the op takes.
         known: &'static str,
     },
-    /// A setting that is given more than once.
-    #[error("setting `{0}` is given twice\nhint: each has one value")]
+    /// A setting is given more than once.
+    #[error("setting `{0}` is given twice\nhint: give each setting once")]
     SettingTwice(String),
-    /// A setting with a value that it does not take.
-    #[error("setting `{key}` does not take `{value}`\nhint: {takes}")]
+    /// The setting does not take this value.
+    #[error("setting `{key}` does not take `{value}`\nhint: use {takes}")]
     SettingValue {
         /// Name of the setting.
         key: String,
         /// Its value.
         value: String,
-        /// What it takes.
+        /// Values that the setting takes.
         takes: &'static str,
     },
-    /// An input that the op needs: its name, and which ones the op takes.
-    #[error("input `{0}` is missing\nhint: the file must hold {1}")]
+    /// An input of the op is missing: its name, and the inputs that the op takes.
+    #[error("input `{0}` is missing\nhint: the op takes {1}")]
     MissingInput(&'static str, &'static str),
-    /// An input that the op does not take: its name, and which ones it does.
-    #[error("input `{0}` is not used\nhint: the file must hold {1}")]
+    /// The op does not take this input: its name, and the inputs that the op takes.
+    #[error("unknown input `{0}`\nhint: the op takes {1}")]
     UnusedInput(String, &'static str),
-    /// An operand with another number of axes than the op takes.
+    /// The operand has a wrong number of axes for the op.
     #[error("{what} has {rank} axes\nhint: {takes}")]
     Rank {
-        /// Which operand.
+        /// Name of the operand.
         what: &'static str,
-        /// Axes that it has.
+        /// Number of its axes.
         rank: usize,
-        /// What the op takes.
+        /// Shapes that the op takes.
         takes: &'static str,
     },
-    /// The device has no room for the operands and the result; nothing was allocated.
+    /// The device lacks memory for the operands and the result. Nothing was allocated.
     #[error(
-        "{what} would take {}, and the device gives {}{}\nhint: compute in smaller pieces, \
-         fewer rows or batches at a time", gib(*need), gib((*have).into()), if *at_once { " at once" } else { "" }
+        "{what} needs {}, but the device has {}{}\nhint: split the call into fewer rows or \
+         batches", gib(*need), gib((*have).into()), if *at_once { " for one buffer" } else { "" }
     )]
     Memory {
-        /// Which of them, or all.
+        /// Name of the tensor, or all tensors together.
         what: &'static str,
-        /// Bytes that it takes.
+        /// Bytes required.
         need: u128,
-        /// Bytes that the device has for it.
+        /// Bytes available.
         have: u64,
-        /// Whether `have` is for one buffer, rather than all.
+        /// True if `have` limits one buffer, false if it limits all together.
         at_once: bool,
     },
     /// The op refuses its operands, or has no config for them on this device.
     #[error(transparent)]
     Op(#[from] OpError),
-    /// A host tensor that contradicts itself.
+    /// The bytes of a host tensor do not match its shape.
     #[error(transparent)]
     Tensor(#[from] TensorError),
     /// The tune cache cannot be read.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The device failed; its own words.
+    /// The device failed; its error message.
     #[error(
-        "the kernel failed: {0}\nhint: `flashover doctor` says what this machine has; another --backend \
-         may run it"
+        "the kernel failed: {0}\nhint: check the device with `flashover doctor`, or use another `Backend` \
+         (--backend)"
     )]
     Failed(String),
 }

@@ -1,4 +1,4 @@
-//! Matmul of host tensors.
+//! Matmul on host tensors.
 
 use kernels::matmul::Layout;
 use ops::{Epilogue, OpError};
@@ -10,14 +10,14 @@ use super::tensor::HostTensor;
 
 use crate::device::Device;
 
-/// How the operands of [`matmul`] lie and how they are multiplied.
+/// Layouts of the operands of [`matmul`] and precision of the multiplication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MatmulOptions {
-    /// `Col` takes lhs as `[.., k, m]`.
+    /// Layout of lhs: `Row` (default) for `[.., m, k]`, `Col` for `[.., k, m]`.
     pub lhs: Layout,
-    /// `Col` takes rhs as `[.., n, k]`, as a linear layer stores its weight.
+    /// Layout of rhs: `Row` (default) for `[.., k, n]`, `Col` for `[.., n, k]`, as a linear layer stores its weight.
     pub rhs: Layout,
-    /// Round f32 operands to tf32 on the tensor cores.
+    /// True to round f32 operands to tf32 for the tensor cores; false by default.
     pub tf32: bool,
 }
 
@@ -27,11 +27,13 @@ impl Default for MatmulOptions {
     }
 }
 
-/// `lhs · rhs + bias`, batches broadcast.
+/// Computes `lhs · rhs + bias`. Batch axes broadcast as in NumPy.
 ///
 /// # Shapes
-/// lhs `[.., m, k]`, rhs `[.., k, n]` (the last two axes swapped where `options` says `Col`), bias
-/// `[n]`, result `[.., m, n]` in the operands' dtype.
+/// - lhs: `[.., m, k]`, or `[.., k, m]` with [`Layout::Col`]
+/// - rhs: `[.., k, n]`, or `[.., n, k]` with [`Layout::Col`]
+/// - bias: `[n]`
+/// - result: `[.., m, n]`, in the operands' dtype
 ///
 /// # Errors
 /// See [`HostOpError`].
@@ -63,7 +65,7 @@ pub fn matmul(
     if shape.contains(&0) {
         return Ok(HostTensor::new(dtype, &shape, Vec::new())?);
     }
-    // An operand without batches repeats by stride; one that repeats along some axes is spread out.
+    // An operand without batches repeats by stride. An operand that broadcasts along some axes is copied per batch.
     let count = batch.iter().fold(1, |n: usize, s| n.saturating_mul(*s));
     let copies = |own: &[usize]| if own.iter().all(|s| *s == 1) { 1 } else { count };
     let bytes = |sizes: [usize; 3]| {
@@ -96,7 +98,7 @@ pub fn matmul(
     call.download(out, dtype, &shape)
 }
 
-/// Batch axes, then rows and columns of the matrices, which are stored the other way where `swapped`.
+/// Returns the batch axes, then the rows and columns of the matrices, which are stored as columns by rows if `swapped`.
 fn split<'a>(
     what: &'static str,
     tensor: &'a HostTensor,
@@ -106,14 +108,14 @@ fn split<'a>(
         [batch @ .., columns, rows] if swapped => Ok((batch, [*rows, *columns])),
         [batch @ .., rows, columns] => Ok((batch, [*rows, *columns])),
         short => {
-            let takes = "matmul takes two or more, batches first";
+            let takes = "matmul takes lhs [.., m, k] and rhs [.., k, n]";
             Err(HostOpError::Rank { what, rank: short.len(), takes })
         }
     }
 }
 
-/// The matrices of `tensor`, of `size` bytes each, for every batch of `batch` in order; one where all its batch axes
-/// `own` are 1.
+/// Returns the matrices of `tensor`, `size` bytes each, for every batch of `batch` in order; one matrix if all batch
+/// axes `own` are 1.
 fn spread(tensor: &HostTensor, own: &[usize], batch: &[usize], size: usize) -> Vec<u8> {
     let missing = batch.len() - own.len();
     let once = own.iter().all(|size| *size == 1);

@@ -1,4 +1,5 @@
-//! Ops on tensors in host memory: uploaded, given to `ops`, downloaded.
+//! Ops on tensors in host memory. Each call uploads its operands, runs an op of [`ops`](crate::ops) and downloads the
+//! result.
 
 mod attention;
 mod call;

@@ -1,4 +1,4 @@
-//! Ops by name, with settings as text: what the command line runs.
+//! Ops by name, with settings as text, for the command line.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +13,15 @@ use super::tensor::HostTensor;
 
 use crate::device::Device;
 
-/// Runs the op called `name` on named inputs; settings are `key=value` pairs.
+/// Runs the op `name` on named inputs. Settings are `key=value` pairs, each at most once.
 ///
-/// `matmul` takes `lhs`, `rhs` and optionally `bias`, with settings `lhs=row|col`, `rhs=row|col`,
-/// `tf32=true|false`, and gives `out`. `attention` takes `q`, `k`, `v` and optionally `bias`, with settings
-/// `causal=true|false`, `window`, `scale`, `softcap`, `implementation=flash|plain`, and gives `out` and
-/// `lse`; with `dout`, the gradient of the result, `dq`, `dk` and `dv` as well.
+/// - `matmul` takes `lhs`, `rhs` and optionally `bias`, and returns `out`. Settings: `lhs=row|col`, `rhs=row|col`,
+///   `tf32=true|false`.
+/// - `attention` takes `q`, `k`, `v` and optionally `bias` and `dout`, and returns `out` and `lse`. Settings:
+///   `causal=true|false`, `window=KEYS`, `scale=NUMBER`, `softcap=NUMBER`, `implementation=flash|plain`.
+///
+/// With `dout`, the gradient of the result, `attention` also returns `dq`, `dk` and `dv`. Shapes are those of
+/// [`matmul`] and [`attention`].
 ///
 /// # Errors
 /// See [`HostOpError`].
@@ -81,7 +84,7 @@ fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, 
             "causal" => options.causal = truth(key, value)?,
             "window" => {
                 let keys = value.parse().ok().filter(|keys| *keys > 0);
-                let takes = "a number of keys, whole, from 1 to 4294967295";
+                let takes = "a whole number of keys from 1 to 4294967295";
                 options.window = Some(keys.ok_or_else(|| bad_value(key, value, takes))?);
             }
             "scale" => options.scale = Some(number()?),

@@ -1,4 +1,4 @@
-//! Tensors on the host.
+//! Tensors in host memory.
 
 use arch::DType;
 use half::{bf16, f16};
@@ -11,34 +11,34 @@ pub struct HostTensor {
     bytes: Vec<u8>,
 }
 
-/// A tensor that contradicts itself, or cannot be read as asked.
+/// Error of a tensor whose bytes do not match its shape, or whose values are not floats.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TensorError {
-    /// Bytes that do not fill the shape exactly.
+    /// The number of bytes does not match the shape.
     #[error(
-        "shape {shape:?} of {dtype} takes {} bytes, {have} were given\nhint: a tensor is dense, \
-         row-major and little-endian", need.map_or("2^128 or more".to_owned(), |need| need.to_string())
+        "expected {} bytes for shape {shape:?} of {dtype}, got {have}\nhint: give dense, row-major, \
+         little-endian bytes", need.map_or("2^128 or more".to_owned(), |need| need.to_string())
     )]
     Length {
         /// Sizes of the axes.
         shape: Vec<usize>,
         /// Type of the elements.
         dtype: DType,
-        /// Bytes that the shape takes; none where they are 2^128 or more.
+        /// Bytes that the shape takes; none for 2^128 or more.
         need: Option<u128>,
         /// Bytes that were given.
         have: usize,
     },
-    /// Values were asked for of a tensor of this dtype, which has none as f32.
-    #[error("a {0} tensor has no f32 values\nhint: read its bytes; f32, f16 and bf16 have values")]
+    /// A tensor of this dtype has no values as f32.
+    #[error("expected a tensor of f32, f16 or bf16, got {0}\nhint: use `HostTensor::bytes`")]
     NotFloat(DType),
 }
 
 impl HostTensor {
-    /// A tensor of little-endian `bytes`.
+    /// Returns a tensor of `bytes`: little-endian, row-major, without padding.
     ///
     /// # Errors
-    /// The bytes do not fill the shape exactly.
+    /// [`TensorError::Length`] if the number of bytes does not match the shape.
     pub fn new(dtype: DType, shape: &[usize], bytes: Vec<u8>) -> Result<Self, TensorError> {
         let need = shape.iter().try_fold(dtype.size() as u128, |n, s| n.checked_mul(*s as u128));
         if need != Some(bytes.len() as u128) {
@@ -52,33 +52,33 @@ impl HostTensor {
         Ok(Self { dtype, shape: shape.to_vec(), bytes })
     }
 
-    /// An f32 tensor.
+    /// Returns an f32 tensor of row-major `values`.
     ///
     /// # Errors
-    /// The values do not fill the shape exactly.
+    /// [`TensorError::Length`] if the number of values does not match the shape.
     pub fn from_f32(shape: &[usize], values: &[f32]) -> Result<Self, TensorError> {
         Self::new(DType::F32, shape, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
-    /// The type of its elements.
+    /// Returns the dtype of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Sizes of its axes, the last one contiguous.
+    /// Returns the sizes of the axes; the last axis is contiguous.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Little-endian, row-major.
+    /// Returns the bytes: little-endian, row-major.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The values, widened to f32.
+    /// Returns the values, widened to f32.
     ///
     /// # Errors
-    /// The tensor holds integers.
+    /// [`TensorError::NotFloat`] unless the dtype is f32, tf32, f16 or bf16.
     pub fn to_f32(&self) -> Result<Vec<f32>, TensorError> {
         let halves = || self.bytes.as_chunks::<2>().0.iter().copied();
         match self.dtype {

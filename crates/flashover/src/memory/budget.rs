@@ -16,24 +16,24 @@ use super::error::PlanError;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct MemoryBudget {
-    /// Most bytes of the weights and of all sessions, batches and trainers of the model that live at once. Another model
-    /// of the process has a budget of its own.
+    /// Maximum bytes of the weights and of all sessions, batches and trainers of the model together. Each model of the
+    /// process has its own budget. None for no limit.
     pub limit_bytes: Option<u64>,
-    /// Bytes that stay free for others.
+    /// Bytes that stay free for others; 0 by default.
     pub reserve_bytes: u64,
-    /// Largest share of the device's memory, from which the reserve is taken.
+    /// Maximum share of the device's memory, above 0 and up to 1. The reserve is subtracted from it. 1 by default.
     pub fraction: f64,
 }
 
 impl Default for MemoryBudget {
-    /// All of it.
+    /// Returns a budget of the whole device.
     fn default() -> Self {
         Self { limit_bytes: None, reserve_bytes: 0, fraction: 1.0 }
     }
 }
 
 impl MemoryBudget {
-    /// Returns the bytes that may be used of a device with `total` bytes.
+    /// Returns the usable bytes of a device with `total` bytes; none if neither `total` nor a limit is known.
     pub fn usable_bytes(&self, total: Option<u64>) -> Option<u64> {
         let share = |total: u64| (total as f64 * self.fraction) as u64;
         let rest = total.map(|total| share(total).saturating_sub(self.reserve_bytes));
@@ -43,7 +43,7 @@ impl MemoryBudget {
         }
     }
 
-    /// Refuses a budget that leaves nothing, or a part of an unknown total.
+    /// Refuses a budget of nothing, and a share of an unknown total.
     pub(super) fn check(&self, total: Option<u64>) -> Result<(), PlanError> {
         let refused = |name, value: String, range| Err(PlanError::Budget { name, value, range });
         if self.limit_bytes == Some(0) {
@@ -71,7 +71,7 @@ mod tests {
         assert_eq!(of(MemoryBudget { limit_bytes: Some(99 * gib), ..all }), Some(16 * gib));
         assert_eq!(of(MemoryBudget { reserve_bytes: 99 * gib, ..all }), Some(0));
         assert_eq!(MemoryBudget { limit_bytes: Some(5), ..all }.usable_bytes(None), Some(5));
-        // Of an unknown total there are no parts.
+        // Shares of an unknown total are refused.
         for part in
             [MemoryBudget { fraction: 0.5, ..all }, MemoryBudget { reserve_bytes: gib, ..all }]
         {

@@ -1,56 +1,59 @@
-//! The one way to refuse a workload.
+//! Errors of planning a workload.
 
 use super::plan::{Plan, formatted};
 
-/// Reason why a workload is refused.
+/// Error of planning a workload.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// The model and its workload take more than the device or the budget has.
+    /// The model and its workload need more memory than the device or the budget has.
     #[error("{0}\nhint: {advice}", advice = .0.advice())]
     Memory(Box<Plan>),
-    /// One buffer is larger than any that the device gives.
+    /// One buffer exceeds the device's largest buffer.
     #[error(
-        "it needs a buffer of {}, and the device has none above {}\nhint: a shorter context or fewer sequences, where keys \
-         are the largest; else another model, or --backend vulkan, cuda or cpu", formatted(*need), formatted(*most)
+        "the workload needs a buffer of {}, but the device allows at most {}\nhint: use a shorter context or fewer \
+         sequences; for a weight that is too large, use another model or another `Backend` (--backend vulkan, cuda or \
+         cpu)", formatted(*need), formatted(*most)
     )]
     Buffer {
-        /// Bytes of a weight, of the keys of a layer, or of activations.
+        /// Bytes of the buffer: a weight, the keys of a layer, or activations.
         need: u64,
         /// Bytes of the device's largest buffer.
         most: u64,
     },
-    /// A limit, a fraction, a batch or a context out of its range.
-    #[error("{name} is {value}\nhint: a number {range}")]
+    /// A limit, a fraction, a batch or a context is out of range.
+    #[error("{name} is {value}\nhint: use a number {range}")]
     Budget {
         /// Name of the number.
         name: &'static str,
-        /// Value that was given.
+        /// The value given.
         value: String,
-        /// Range, after "a number".
+        /// The valid range, after "a number".
         range: &'static str,
     },
-    /// A fraction or a reserve of a total that the device does not report.
+    /// The budget is a fraction or a reserve of a total that the device does not report.
     #[error(
-        "the device does not tell how much memory it has, of which a fraction or a reserve would be a part\nhint: a \
-         limit in bytes, as --memory-limit"
+        "the device does not report its memory, so a fraction or a reserve of it is unknown\nhint: use \
+         `MemoryBudget::limit_bytes` (--memory-limit)"
     )]
     BudgetOfUnknown,
-    /// More positions than the model has, or an adapter that it cannot have.
+    /// The workload has more positions than the model, or an adapter that the model cannot have.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// Burn's ops element by element are no valid SPIR-V in bf16 (CubeCL 0.11.3): NaN at the first step on an H200, where
-    /// f16 and f32 learn as on CUDA.
-    #[error("gradients in bf16 are not right through Vulkan\nhint: --dtype f16 or f32, or CUDA")]
+    /// Training in bf16 on Vulkan is not supported: Burn's elementwise ops compile to invalid SPIR-V in bf16 (CubeCL
+    /// 0.11.3). On an H200 the first step gave NaN, while f16 and f32 trained as on CUDA.
+    #[error(
+        "training in bf16 is not supported on Vulkan\nhint: use `Compute::F16` or `Compute::F32` (--dtype), or CUDA"
+    )]
     TrainBf16,
 }
 
 impl PlanError {
-    /// Returns true if a smaller batch or a shorter context would have fitted.
+    /// Returns true if a smaller batch or a shorter context might fit.
     pub const fn is_memory(&self) -> bool {
         matches!(self, Self::Memory(_) | Self::Buffer { .. })
     }
 
-    /// Returns the model's context length if more positions were asked for.
+    /// Returns the model's context length if the error is a request for more positions.
     pub const fn context(&self) -> Option<usize> {
         match self {
             Self::Model(models::Error::Context { max_seq, .. }) => Some(*max_seq),
@@ -60,10 +63,10 @@ impl PlanError {
 }
 
 impl Plan {
-    /// Refuses a plan that does not fit.
+    /// Returns the plan if it fits.
     ///
     /// # Errors
-    /// [`PlanError::Memory`].
+    /// [`PlanError::Memory`] if it does not fit.
     pub fn fitting(self) -> Result<Self, PlanError> {
         if self.fits() { Ok(self) } else { Err(PlanError::Memory(Box::new(self))) }
     }

@@ -1,7 +1,7 @@
-//! Sessions, batches and trainers that live on the weights of a model, so that a budget holds for all of them together.
+//! Record of the sessions, batches and trainers that share a model's weights, so that one budget covers all of them.
 //!
-//! Activations lie in pages of their thread, which the next session of that thread uses too: of each thread the largest
-//! counts, once.
+//! Activations live in pages of their thread, which the thread's next session reuses. So each thread counts only its
+//! largest activations, once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,9 +12,9 @@ use models::Footprint;
 /// Bytes of a session, a batch or a trainer.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Need {
-    /// Bytes as long as it lives.
+    /// Bytes during its whole life.
     kept: u128,
-    /// Bytes while tokens pass.
+    /// Bytes during a forward or backward pass.
     transient: u128,
 }
 
@@ -24,23 +24,23 @@ impl From<&Footprint> for Need {
     }
 }
 
-/// Bytes of all others, as a session of this thread sees them.
+/// Bytes of all other entries, as a session of this thread sees them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Others {
     kept: u128,
-    /// Largest transient bytes of this thread, and those of other threads together.
+    /// Largest transient bytes of this thread; `elsewhere` is the sum over other threads.
     here: u128,
     elsewhere: u128,
 }
 
 impl Others {
-    /// Returns their bytes next to a session with so many transient bytes.
+    /// Returns their bytes next to a session with `transient` bytes.
     pub(crate) const fn next_to(self, transient: u128) -> u128 {
         self.kept + self.elsewhere + self.here.saturating_sub(transient)
     }
 }
 
-/// All that lives on the weights of one model, of whatever clone of it.
+/// All entries on the weights of one model, shared by its clones.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger(Mutex<Entries>);
 
@@ -50,7 +50,7 @@ struct Entries {
     live: BTreeMap<u64, (ThreadId, Need)>,
 }
 
-/// An entry, until it is dropped.
+/// An entry of the ledger; dropping it removes the entry.
 #[derive(Debug)]
 pub(crate) struct Grant {
     ledger: Arc<Ledger>,
@@ -59,16 +59,16 @@ pub(crate) struct Grant {
 
 impl Ledger {
     fn entries(&self) -> MutexGuard<'_, Entries> {
-        // Nothing panics between two changes that belong together.
+        // No code panics between two changes that belong together.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns all except `own`.
+    /// Returns the bytes of all entries except `own`.
     pub(crate) fn others(&self, own: Option<&Grant>) -> Others {
         self.entries().others(own.map(|grant| grant.entry))
     }
 
-    /// Enters `need` in place of `own`, unless `refuse` returns an error.
+    /// Adds an entry for `need`, or replaces `own`, unless `refuse` returns an error.
     pub(crate) fn admit<E>(
         self: &Arc<Self>,
         own: &mut Option<Grant>,
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(admitted(&ledger, &mut b, 5, 1), 10 + 2);
         let others = ledger.others(None);
         assert_eq!((others.next_to(0), others.next_to(2), others.next_to(3)), (15 + 3, 15 + 1, 15));
-        // One that grows does not stand in its own way.
+        // A growing entry does not count against itself.
         assert_eq!(admitted(&ledger, &mut a, 20, 4), 5);
         assert_eq!(ledger.others(a.as_ref()).next_to(0), 5 + 1);
         let other = ledger.clone();

@@ -1,14 +1,14 @@
-//! Memory of models on a device: what is planned, what a budget allows, and what lives there.
+//! Memory of models on a device: plans, budgets and current use.
 //!
 //! ```text
-//! Workload      sequences, positions, and whether an adapter is trained            `models`
-//! Footprint     parts of a model's memory for a workload, from shapes alone        `models`, by what `ops` say of each op
-//! Plan          the same on one device, next to all that lives there               refused if a MemoryBudget does not hold it
-//! Ledger        sessions, batches and trainers that live on the weights of a model
-//! MemoryUsage   bytes that the device's pools hold
+//! Workload      sequences, positions, and training of an adapter            from `models`
+//! Footprint     parts of a model's memory for a workload, from shapes       from `models`, with op sizes from `ops`
+//! Plan          footprint on one device, next to current use                refused if it exceeds a MemoryBudget
+//! Ledger        sessions, batches and trainers that share a model's weights
+//! MemoryUsage   bytes in the device's pools
 //! ```
 //!
-//! A plan is pure, so that it serves cards that are not there. Engine and trainer build on this module.
+//! A plan needs no device, only its profile. Engine and trainer build on this module.
 
 mod budget;
 mod error;

@@ -1,4 +1,4 @@
-//! The memory of a model with a workload on a device: its parts, and what to change where they do not fit.
+//! The memory plan of a model with a workload on a device, and advice if it does not fit.
 
 use std::fmt;
 
@@ -7,57 +7,57 @@ use quant::WeightFormat;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-/// Memory of a model with a workload on a device, part by part, in bytes.
+/// Memory of a model with a workload on a device, by part, in bytes.
 ///
 /// # Units
-/// Bytes of the device's pools. The driver keeps some hundred MiB for a process besides on CUDA, for which a
-/// [reserve](crate::memory::MemoryBudget::reserve_bytes) is.
+/// Bytes of the device's pools. On CUDA, the driver takes another few hundred MiB per process; leave them as a
+/// [reserve](crate::memory::MemoryBudget::reserve_bytes).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Folder or shape of the model.
     pub model: String,
     /// Name of the device, as its driver reports it.
     pub device: String,
-    /// Bytes of the device.
+    /// Total memory of the device; none if it is not reported.
     pub total_bytes: Option<u64>,
     /// Bytes that stay free for others.
     pub reserve_bytes: u64,
-    /// Bytes that may be used.
+    /// Usable bytes; none if neither the total nor a limit is known.
     pub budget_bytes: Option<u64>,
-    /// Workload that it was made for.
+    /// Workload of the plan.
     pub workload: Workload,
-    /// Dtype that is computed in.
+    /// Name of the compute dtype, such as `bf16` or `tf32`.
     pub dtype: String,
-    /// Weight format of the layers; none where they are dense.
+    /// Weight format of the layers; none for dense weights.
     pub matrices: Option<WeightFormat>,
     /// Format of the KV cache.
     pub kv: KvFormat,
-    /// Weights.
+    /// Bytes of the weights.
     pub weights_bytes: u64,
-    /// KV cache, and tables of RoPE; 0 to train.
+    /// Bytes of the KV cache and the RoPE tables; 0 for training.
     pub cache_bytes: u64,
-    /// Values of the adapter that is trained.
+    /// Bytes of the trained adapter's values.
     pub adapter_bytes: u64,
-    /// Moments of AdamW.
+    /// Bytes of AdamW's moments.
     pub optimizer_bytes: u64,
-    /// The most that is alive at once of activations, logits and gradients.
+    /// Peak bytes of activations, logits and gradients together.
     pub activations_bytes: u64,
-    /// Dense copies of quantised weights, the graph of a decode step, and what pools round up by.
+    /// Bytes of dequantised weights, the graph of a decode step, and rounding by pools.
     pub workspace_bytes: u64,
-    /// Other sessions, batches and trainers that live on the same weights.
+    /// Bytes of other sessions, batches and trainers on the same weights.
     pub other_bytes: u64,
-    /// The most sequences of this context that fit; none without a budget, or if sequences share positions.
+    /// Largest batch that fits with this context; none without a budget or if sequences share positions.
     pub largest_batch: Option<usize>,
-    /// The most positions that fit of as many sequences, likewise.
+    /// Longest context that fits with this batch; none without a budget or if sequences share positions.
     pub largest_context: Option<usize>,
-    /// True if the device stores 8 bits, for a KV cache.
+    /// True if the device stores 8-bit values, for the KV cache.
     pub(super) stores_int8: bool,
-    /// Peaks with weights that are quantised further, if they fit, by the name of the format.
+    /// Peak bytes with smaller weight formats that fit, by name of the format.
     pub(super) quantized: Vec<(&'static str, u64)>,
 }
 
 impl Plan {
-    /// Returns the bytes of all parts.
+    /// Returns the sum of all parts in bytes.
     pub fn peak_bytes(&self) -> u64 {
         let parts = [
             self.weights_bytes,
@@ -70,7 +70,7 @@ impl Plan {
         parts.into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Returns true if the parts fit into the budget next to all that lives, or if the budget is unknown.
+    /// Returns true if the parts fit in the budget next to all other entries, or if the budget is unknown.
     pub fn fits(&self) -> bool {
         self.budget_bytes.is_none_or(|budget| self.all_bytes() <= budget)
     }
@@ -79,7 +79,7 @@ impl Plan {
         self.peak_bytes().saturating_add(self.other_bytes)
     }
 
-    /// Returns the parts with their names.
+    /// Returns the parts in bytes, with their names.
     pub fn parts(&self) -> [(&'static str, u64); 4] {
         let weights = ("weights", self.weights_bytes);
         match self.workload.training {
@@ -101,7 +101,7 @@ impl Plan {
         }
     }
 
-    /// Returns the dtype and the weight format.
+    /// Returns the names of compute dtype and weight format.
     pub fn precision(&self) -> String {
         match self.matrices {
             None => self.dtype.clone(),
@@ -109,10 +109,10 @@ impl Plan {
         }
     }
 
-    /// Returns what to change where the plan does not fit.
+    /// Returns advice for a plan that does not fit.
     pub fn advice(&self) -> String {
         let fewer = match self.budget_bytes {
-            Some(budget) if self.peak_bytes() <= budget => "fewer of them at once; ",
+            Some(budget) if self.peak_bytes() <= budget => "run fewer of them at once; ",
             _ => "",
         };
         let smaller = match &self.workload.training {
@@ -121,7 +121,7 @@ impl Plan {
         };
         let quantized = self.quantized.iter();
         let quantized = quantized
-            .map(|(name, bytes)| format!("; with --quant {name} it takes {}", formatted(*bytes)));
+            .map(|(name, bytes)| format!("; {name} (--quant {name}) takes {}", formatted(*bytes)));
         format!("{fewer}{smaller}{}{}", quantized.collect::<String>(), self.smaller_cache())
     }
 
@@ -129,15 +129,17 @@ impl Plan {
         let Workload { batch, shared, .. } = self.workload;
         let fitting = match (self.largest_context, self.largest_batch) {
             (Some(context), _) if context > 0 => {
-                format!("{context} positions fit, of a batch of {batch}")
+                format!("{context} positions fit with a batch of {batch}")
             }
             (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits"),
-            _ if shared > 0 => "fewer answers or fewer new tokens".to_owned(),
-            _ => "a larger budget or a smaller model".to_owned(),
+            _ if shared > 0 => "use fewer completions or fewer new tokens".to_owned(),
+            _ => "use a larger budget or a smaller model".to_owned(),
         };
         match (self.matrices, &*self.dtype) {
             (None, "f32" | "tf32") => {
-                format!("{fitting}; bf16, where the device has it, takes half of what f32 does")
+                format!(
+                    "{fitting}; bf16 (--dtype bf16) takes half of f32, if the device supports it"
+                )
             }
             _ => fitting,
         }
@@ -147,33 +149,33 @@ impl Plan {
         let Workload { batch, context, .. } = self.workload;
         let fitting = match (self.largest_batch, self.largest_context) {
             (Some(batch), _) if batch > 0 => {
-                format!("a batch of {batch} fits, of {context} tokens each")
+                format!("a batch of {batch} fits with {context} tokens per sequence")
             }
             (_, Some(context)) if context > 1 => {
-                format!("{context} tokens fit, of a batch of {batch}")
+                format!("{context} tokens per sequence fit with a batch of {batch}")
             }
-            _ => "a larger budget, a smaller rank or a smaller model".to_owned(),
+            _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
         };
         match training.recompute {
             Recompute::Nothing => {
-                format!("{fitting}; without --keep-activations layers are computed again")
+                format!("{fitting}; `Recompute::Layers` (no --keep-activations) takes less")
             }
             Recompute::Layers => fitting,
         }
     }
 
-    /// Advises a KV cache in 8 bits where that is enough, or where the cache is an eighth of all.
+    /// Advises an 8-bit KV cache if it suffices, or if the cache is more than an eighth of the total.
     fn smaller_cache(&self) -> &'static str {
         let over = self.all_bytes().saturating_sub(self.budget_bytes.unwrap_or(u64::MAX));
         let counts = self.cache_bytes / 2 >= over || self.cache_bytes > self.peak_bytes() / 8;
         let float = self.workload.training.is_none() && self.kv == KvFormat::Float;
-        let advice = "; --kv-cache int8 halves keys and values";
+        let advice = "; `KvFormat::Int8` (--kv-cache int8) halves keys and values";
         if float && self.stores_int8 && counts { advice } else { "" }
     }
 }
 
 impl fmt::Display for Plan {
-    /// In a sentence.
+    /// Writes the plan as a sentence.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Workload { batch, context, training, .. }, takes) =
             (&self.workload, self.peak_bytes());
@@ -191,14 +193,14 @@ impl fmt::Display for Plan {
         }
         write!(f, " takes {} on {}", formatted(takes), self.device)?;
         if let Some(budget) = self.budget_bytes {
-            write!(f, ", of which {} may be used", formatted(budget))?;
+            write!(f, " with a budget of {}", formatted(budget))?;
             if takes > budget && formatted(takes) == formatted(budget) {
                 let lacking = takes - budget;
                 write!(f, ", {lacking} byte{} too few", if lacking == 1 { "" } else { "s" })?;
             }
             if self.other_bytes > 0 {
                 let others = formatted(self.other_bytes);
-                write!(f, ", and other sessions, batches or trainers of it hold {others}")?;
+                write!(f, ", and other sessions, batches or trainers hold {others}")?;
             }
         }
         let part = |(name, bytes)| format!("{name} {}", formatted(bytes));
@@ -206,7 +208,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// Name of a weight format in a plan's JSON: 4-bit formats share one.
+/// Returns the name of a weight format in a plan's JSON. All 4-bit formats share one name.
 fn matrices_name(format: Option<WeightFormat>) -> &'static str {
     match format {
         None => "dense",
@@ -216,7 +218,7 @@ fn matrices_name(format: Option<WeightFormat>) -> &'static str {
 }
 
 impl Serialize for Plan {
-    /// Writes the parts that the workload has, their sum, and whether it fits.
+    /// Writes the workload, its parts, their sum, and whether they fit.
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let mut map = to.serialize_map(None)?;
         map.serialize_entry("model", &self.model)?;
@@ -249,7 +251,7 @@ impl Serialize for Plan {
     }
 }
 
-/// `14.96 GiB`, or `3.25 MiB` of less than one.
+/// Formats bytes as `14.96 GiB`, or as `3.25 MiB` below 1 GiB.
 pub(super) fn formatted(bytes: u64) -> String {
     const MIB: f64 = (1u64 << 20) as f64;
     match bytes as f64 / MIB {
@@ -258,7 +260,7 @@ pub(super) fn formatted(bytes: u64) -> String {
     }
 }
 
-/// Returns the dtype that is computed in: `tf32` where matmuls are, and the rest in f32.
+/// Returns the name of the compute dtype: `tf32` if matmuls round to tf32 and all else is f32.
 pub(crate) fn compute_name(precision: ModelPrecision) -> String {
     match precision.tf32 {
         true => "tf32".to_owned(),

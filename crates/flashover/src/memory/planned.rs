@@ -1,4 +1,4 @@
-//! From a model to its plan on a device.
+//! Planning a model on a device.
 
 use arch::{ArchProfile, Backend, DType};
 use burn::tensor::FloatDType;
@@ -11,7 +11,7 @@ use super::error::PlanError;
 use super::ledger::Others;
 use super::plan::{Plan, compute_name};
 
-/// A model and a device, which need not be there, with a budget.
+/// A model with a device profile and a budget. Neither model nor device need exist.
 #[derive(Debug, Clone)]
 pub(crate) struct PlannedModel {
     pub(crate) model: String,
@@ -23,12 +23,12 @@ pub(crate) struct PlannedModel {
     pub(crate) budget: MemoryBudget,
 }
 
-/// Bounds of the searches for what fits.
+/// Upper bounds of the searches for the largest batch and context.
 const MAX_SEQUENCES: usize = 65_535;
 const MAX_POSITIONS: usize = 1 << 24;
 
 impl PlannedModel {
-    /// Returns this model with weights that are quantised further, each with the name of the format.
+    /// Returns this model with each smaller weight format, and the format's name.
     fn quantized(&self) -> impl Iterator<Item = (&'static str, Self)> {
         let bits = self.precision.matrices.map_or(16, WeightFormat::bits);
         WeightFormat::smaller_than(bits).map(|format| {
@@ -38,8 +38,10 @@ impl PlannedModel {
         })
     }
 
+    /// Returns the parts of the model's memory.
+    ///
     /// # Errors
-    /// [`PlanError::Model`] of an adapter that the model cannot have.
+    /// [`PlanError::Model`] for an adapter that the model cannot have.
     pub(crate) fn footprint(&self, workload: &Workload) -> Result<Footprint, PlanError> {
         Ok(self.config.footprint(self.precision, self.weights, workload, self.memory_profile())?)
     }
@@ -48,25 +50,27 @@ impl PlannedModel {
         MemoryProfile::new(&self.device, self.precision.dtype, self.precision.matrices)
     }
 
-    /// Returns the bytes that may be used.
+    /// Returns the usable bytes.
     pub(crate) fn usable_bytes(&self) -> Option<u64> {
         self.budget.usable_bytes(self.device.memory_bytes)
     }
 
-    /// Plans for a device on which nothing lives.
+    /// Plans for a device without other sessions.
     ///
     /// # Errors
-    /// As [`PlannedModel::check`], [`PlannedModel::check_buffers`] and [`PlannedModel::footprint`].
+    /// The errors of [`PlannedModel::check`], [`PlannedModel::check_buffers`] and [`PlannedModel::footprint`].
     pub(crate) fn checked(&self, workload: Workload) -> Result<Plan, PlanError> {
         self.check(&workload)?;
         self.check_buffers(&workload)?;
         self.plan(workload, Others::default())
     }
 
+    /// Refuses a buffer of the workload that exceeds the device's largest buffer.
+    ///
     /// # Errors
     /// [`PlanError::Buffer`].
     pub(crate) fn check_buffers(&self, workload: &Workload) -> Result<(), PlanError> {
-        // Training has no cache, and weights are checked where they are loaded.
+        // Training has no KV cache, and weights are checked when they load.
         let Some(most) = self.device.max_buffer_bytes.filter(|_| workload.training.is_none())
         else {
             return Ok(());
@@ -77,19 +81,21 @@ impl PlannedModel {
         if need > most.into() { Err(refused) } else { Ok(()) }
     }
 
+    /// Refuses numbers out of range, and workloads that the model or the backend does not support.
+    ///
     /// # Errors
-    /// [`PlanError::Budget`], [`PlanError::BudgetOfUnknown`], [`PlanError::TrainBf16`], and [`models::Error::Context`].
+    /// [`PlanError::Budget`], [`PlanError::BudgetOfUnknown`], [`PlanError::TrainBf16`] and [`models::Error::Context`].
     pub(crate) fn check(&self, workload: &Workload) -> Result<(), PlanError> {
         self.budget.check(self.device.memory_bytes)?;
         let Workload { batch, context, .. } = *workload;
         for (name, value) in [("batch", batch), ("context", context)] {
             if value == 0 {
-                let range = "of 1 at least";
+                let range = "of at least 1";
                 return Err(PlanError::Budget { name, value: value.to_string(), range });
             }
         }
         if batch > MAX_SEQUENCES {
-            let range = "up to 65535, which a launch has room for";
+            let range = "up to 65535, the limit of a kernel launch";
             return Err(PlanError::Budget { name: "batch", value: batch.to_string(), range });
         }
         if let Some(max_seq) = self.config.context().filter(|most| context > *most) {
@@ -102,10 +108,10 @@ impl PlannedModel {
         Ok(())
     }
 
-    /// Plans for a device next to all that lives there, whether it fits or not.
+    /// Plans for a device next to `others`. The plan may not fit.
     ///
     /// # Errors
-    /// As [`PlannedModel::footprint`].
+    /// The errors of [`PlannedModel::footprint`].
     pub(crate) fn plan(&self, workload: Workload, others: Others) -> Result<Plan, PlanError> {
         let budget_bytes = self.usable_bytes();
         let parts = self.footprint(&workload)?;
@@ -116,7 +122,7 @@ impl PlannedModel {
             budget_bytes.filter(|budget| all <= (*budget).into()).map(|_| narrowed(parts.total()))
         };
         let fits = |workload| fitting_bytes(self, &workload).is_some();
-        // With another batch or context sequences share other positions.
+        // The number of shared positions holds only for this batch and context.
         let known = |most: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| most);
         let context = self.config.context().unwrap_or(MAX_POSITIONS).min(MAX_POSITIONS);
         let with_batch = |batch| Workload { batch, ..workload.clone() };
@@ -153,7 +159,7 @@ fn narrowed(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// Returns the largest number up to `most` that fits, if all that are smaller do; 0 if none fits.
+/// Returns the largest number up to `most` for which `fits` is true; 0 if none. `fits` must be monotone.
 fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
     let (mut fitting, mut not) = (0, most + 1);
     while not - fitting > 1 {

@@ -1,4 +1,4 @@
-//! Bytes that the pools of a device hold, and those that are free.
+//! Used and free bytes of a device.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -10,26 +10,27 @@ use serde::Serialize;
 
 use crate::device::Device;
 
-/// Memory of a device that this process has, in bytes.
+/// Device memory of this process, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct MemoryUsage {
-    /// Bytes of buffers that are alive.
+    /// Bytes of live buffers.
     pub used_bytes: u64,
-    /// Bytes of pages, with those that are kept for later.
+    /// Bytes of allocated pages, in use or free for reuse.
     pub reserved_bytes: u64,
-    /// Most bytes of pages that were read. Pages grow until they are given back, and giving them back reads first.
+    /// Peak of `reserved_bytes` over all reads. Pages only grow until they are returned, and returning them reads
+    /// first.
     pub peak_bytes: u64,
-    /// Bytes between the end of a buffer and the end of its allocation.
+    /// Bytes of padding between the end of a buffer and the end of its allocation.
     pub padding_bytes: u64,
-    /// Number of buffers that are alive.
+    /// Number of live buffers.
     pub allocations: u64,
 }
 
-/// Most bytes that were reserved, by architecture and ordinal of the device.
+/// Peak of reserved bytes by architecture and ordinal of the device.
 static PEAKS: Mutex<BTreeMap<(String, usize), u64>> = Mutex::new(BTreeMap::new());
 
 impl MemoryUsage {
-    /// Reads what the pools of `device` hold now.
+    /// Reads the current use of the pools of `device`.
     pub fn read(device: &Device) -> Self {
         let usage = device.client().memory_report(MemoryScope::Device).usage();
         let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,7 +45,7 @@ impl MemoryUsage {
         }
     }
 
-    /// Returns the share of the pages in which no buffer is alive.
+    /// Returns the share of allocated pages without a live buffer, from 0 to 1.
     pub fn fragmentation(&self) -> f64 {
         match self.reserved_bytes {
             0 => 0.0,
@@ -53,8 +54,8 @@ impl MemoryUsage {
     }
 }
 
-/// Returns the free bytes of a device, as its driver reports them. None without a driver that tells; outside CUDA also if
-/// several cards have its name.
+/// Returns the free bytes of a device, as its driver reports them. Returns none if the driver does not report them, or
+/// outside CUDA if several cards share its name.
 pub fn free_bytes(device: &Device) -> Option<u64> {
     let profile = device.profile();
     if profile.backend == Backend::Cpu {
@@ -65,7 +66,7 @@ pub fn free_bytes(device: &Device) -> Option<u64> {
     let own = |reading: &&Reading| uuid.as_ref() == Some(&reading.id);
     let named = |reading: &&Reading| reading.kind != Kind::Cpu && reading.name == profile.name;
     let reading = readings.iter().find(own).or_else(|| {
-        // One name may be that of two cards.
+        // Two cards may share a name.
         let mut found = readings.iter().filter(named);
         found.next().filter(|_| found.next().is_none())
     })?;

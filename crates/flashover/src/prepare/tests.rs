@@ -22,7 +22,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     let options = EngineOptions { quant: Some(WeightFormat::Nf4), ..EngineOptions::default() };
     let four = plan("rtx4080", &options, 1, 8192);
     assert!(four.fits() && four.largest_batch > Some(4), "{four}");
-    // What is largest fits, and one more does not.
+    // The largest batch and context fit, and one more does not.
     let batch = four.largest_batch.expect("known");
     assert!(plan("rtx4080", &options, batch, 8192).fits());
     assert!(!plan("rtx4080", &options, batch + 1, 8192).fits());
@@ -30,7 +30,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     assert!(plan("rtx4080", &EngineOptions::default(), 1, context).fits());
     assert!(!plan("rtx4080", &EngineOptions::default(), 1, context + 1).fits());
     assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
-    // Half of what keys and values take is enough.
+    // Half of the KV cache is enough.
     assert!(dense.advice().contains("--kv-cache int8"), "{}", dense.advice());
     let bytes = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
     let bytes = plan("rtx4080", &bytes, 1, 8192);
@@ -40,13 +40,13 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     let at = |word: &str| advice.find(word).expect("suggested");
     assert!(at("bf16") < at("int8") && at("int8") < at("nf4"), "{advice}");
     assert!(!advice.contains("--kv-cache"), "it counts for nothing: {advice}");
-    // With the very number that a plan for it has.
+    // The advice has the same number as a plan with that format.
     let advice = dense.advice();
     for (name, quant) in [("int8", WeightFormat::Int8), ("nf4", WeightFormat::Nf4)] {
         let options = EngineOptions { quant: Some(quant), ..EngineOptions::default() };
         let peak = plan("rtx4080", &options, 1, 8192).peak_bytes() as f64 / f64::from(1 << 30);
         assert!(
-            advice.contains(&format!("with --quant {name} it takes {peak:.2} GiB")),
+            advice.contains(&format!("{name} (--quant {name}) takes {peak:.2} GiB")),
             "{advice}"
         );
     }
@@ -58,7 +58,7 @@ fn a_small_budget_fits_nothing() {
     let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
     let none = plan("h200", &EngineOptions { budget, ..EngineOptions::default() }, 1, 64);
     assert!(!none.fits() && none.largest_context == Some(0), "{none}");
-    assert_eq!(none.advice(), "a larger budget or a smaller model", "in 4 bits neither");
+    assert_eq!(none.advice(), "use a larger budget or a smaller model", "in 4 bits neither");
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn what_no_buffer_holds_is_refused() {
         "{refused}"
     );
     let said = refused.to_string();
-    assert!(said.starts_with("it needs a buffer of 1002.00 MiB, and"), "{said}");
+    assert!(said.starts_with("the workload needs a buffer of 1002.00 MiB, but"), "{said}");
     of("gpt2", 64).expect("its embedding has 74 MiB");
 }
 
@@ -179,5 +179,5 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
     let more = nf4(batch + 1, 512);
     assert!(!more.fits() && more.advice().starts_with(&format!("a batch of {batch} fits")));
     let kept = plan(Some(WeightFormat::Nf4), 4, 512, Recompute::Nothing);
-    assert!(!kept.fits() && kept.advice().contains("computed again"), "{kept}");
+    assert!(!kept.fits() && kept.advice().contains("--keep-activations"), "{kept}");
 }

@@ -1,4 +1,4 @@
-//! What a file's codes stand for, beside what they were made of.
+//! Quantisation errors: the written weights compared with their originals.
 
 use checkpoint::{DType, Weight};
 use half::{bf16, f16};
@@ -6,10 +6,10 @@ use rayon::prelude::*;
 
 use super::WeightErrors;
 
-/// Values whose sums are one: the same on every machine, whatever the number of its cores.
+/// Values per partial sum. A fixed number makes results independent of the number of cores.
 const CHUNK: usize = 1 << 16;
 
-/// What errors are computed from.
+/// Partial sums of the errors.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Sums {
     squared_error: f64,
@@ -32,13 +32,13 @@ impl Sums {
     }
 }
 
-/// Compares values of `dtype` with a weight made of them; none where it is dense. The weight is decoded as bitsandbytes
-/// decodes it, in f32, and not rounded to the dtype; all else is f64.
+/// Compares values of `dtype` with the weight quantised from them; none for a dense weight. The weight is dequantised
+/// as in bitsandbytes, in f32, without rounding to the dtype. All other arithmetic is f64.
 pub(super) fn compare(values: &[u8], dtype: DType, weight: &Weight<'_>) -> Option<Sums> {
     weight.decoder().map(|decoded| sums(values, dtype, decoded))
 }
 
-/// What `decoded` tells of each value.
+/// Returns the sums over all values, where `decoded` dequantises one value.
 fn sums(values: &[u8], dtype: DType, decoded: impl Fn(usize) -> f32 + Sync) -> Sums {
     let size = dtype.size();
     let chunk = |(chunk, values): (usize, &[u8])| {
@@ -88,7 +88,7 @@ mod tests {
         Weight::FourBit(FourBit { layout, codes, quant_map, absmax })
     }
 
-    /// By hand: 33 values of code 12, or 0.5, with absmax 2 and then 6, where there were 1.5 and 2.
+    /// Expected by hand: 33 values of code 12 (0.5) with absmax 2, then 6; the originals are 1.5 and 2.
     #[test]
     fn errors_are_those_of_the_decoded_values() {
         let values: Vec<f32> = [[1.5; 32].as_slice(), &[2.0]].concat();
@@ -108,7 +108,7 @@ mod tests {
         }
     }
 
-    /// By hand: codes 127 and -1 of rows whose absmax are 2 and 254, where there were 1.5 and -4.
+    /// Expected by hand: codes 127 and -1 in rows of absmax 2 and 254; the originals are 1.5 and -4.
     #[test]
     fn errors_of_8_bits_are_those_of_their_rows() {
         let bytes: Vec<u8> = [1.5f32, -4.0].iter().flat_map(|v| v.to_le_bytes()).collect();

@@ -1,4 +1,4 @@
-//! One weight, to the device and back.
+//! Quantisation of one matrix on the device.
 
 use std::borrow::Cow;
 
@@ -11,22 +11,22 @@ use super::{Peaks, QuantizeError, QuantizeOptions};
 
 use crate::device::Device;
 
-/// A matrix of a layer, as the model has it and as it is to be.
+/// A matrix of a layer in the source, with its target format.
 pub(super) struct Matrix {
     pub(super) name: String,
     /// `[out, in]`
     pub(super) shape: [usize; 2],
     pub(super) dtype: DType,
     target: quantized::Weight,
-    /// It is stored `[in, out]`.
+    /// True if the file stores `[in, out]`.
     transposed: bool,
 }
 
 impl Matrix {
-    /// The tensor `name` of two axes.
+    /// Reads the tensor `name`, which must have two axes.
     ///
     /// # Errors
-    /// One that is quantised already, or is larger than any kernel takes.
+    /// The tensor is already quantised, or larger than any kernel supports.
     pub(super) fn of(
         checkpoint: &Checkpoint,
         name: &str,
@@ -41,24 +41,24 @@ impl Matrix {
             return Err(checkpoint::Error::Tensor { tensor: name.into(), reason }.into());
         };
         let shape = if transposed { [columns, rows] } else { [rows, columns] };
-        // What does not fit is above what a weight may have.
+        // A size past u32 is too large for any weight, so the check below refuses it.
         let [n, k] = shape.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
         let refused = |why| QuantizeError::Weight { tensor: name.into(), why };
         let target = quantized::Weight::new([n, k], options.scheme()).map_err(refused)?;
         Ok(Self { name: name.into(), shape, dtype: tensor.dtype, target, transposed })
     }
 
-    /// The tensors that it becomes.
+    /// Returns the tensors that the file stores for it.
     pub(super) fn plan(&self) -> Result<Vec<Plan>, QuantizeError> {
         Ok(Weight::plan(&self.name, self.shape, self.target.scheme(), self.dtype)?)
     }
 
-    /// Values.
+    /// Returns the number of values.
     pub(super) fn len(&self) -> u64 {
         self.shape.iter().map(|size| *size as u64).product()
     }
 
-    /// As torch calls it.
+    /// Returns the dtype's name in PyTorch.
     pub(super) fn dtype_name(&self) -> &'static str {
         match self.dtype {
             DType::F16 => "float16",
@@ -67,7 +67,7 @@ impl Matrix {
         }
     }
 
-    /// The bytes of `[out, in]`, copied only where they are stored `[in, out]`.
+    /// Returns the bytes of `[out, in]`; copies them only if the file stores `[in, out]`.
     pub(super) fn values<'a>(
         &self,
         checkpoint: &'a Checkpoint,
@@ -83,10 +83,10 @@ impl Matrix {
         Ok(turned.into())
     }
 
-    /// Quantises it on the device.
+    /// Quantises the matrix on the device.
     ///
     /// # Errors
-    /// Infinities and NaN, and what the device refuses or fails at.
+    /// The matrix has infinities or NaN, or the device refuses it or fails.
     pub(super) fn quantize(
         &self,
         device: &Device,
@@ -117,7 +117,7 @@ impl Matrix {
         let (scheme, shape) = (self.target.scheme(), self.shape.to_vec());
         let encoded = Encoded { scheme, dtype: self.dtype, shape, buffers };
         let weight = Weight::try_from(encoded).map_err(QuantizeError::NotStored)?;
-        // Pools would keep what the last tensor took beside what the next takes.
+        // Without this, the pools would hold the last tensor's memory next to the next tensor's.
         device
             .client()
             .memory_cleanup()
@@ -125,7 +125,7 @@ impl Matrix {
         Ok(weight)
     }
 
-    /// The values in a type that the device stores: those of 16 bits are f32 as well.
+    /// Returns the values in a dtype that the device stores: 16-bit values become f32 if it lacks their dtype.
     fn taken<'v>(&self, device: &Device, values: Cow<'v, [u8]>) -> (Cow<'v, [u8]>, DType) {
         let dtype = match self.dtype {
             DType::F16 => DType::F16,
@@ -158,7 +158,7 @@ impl Matrix {
     }
 }
 
-/// A device buffer of `bytes`, whole words.
+/// Uploads `bytes`, padded to whole words.
 fn upload(device: &Device, bytes: &[u8]) -> Handle {
     if bytes.len() % 4 == 0 {
         return device.client().create_from_slice(bytes);
@@ -168,9 +168,9 @@ fn upload(device: &Device, bytes: &[u8]) -> Handle {
     device.client().create_from_slice(&words)
 }
 
-/// Values of `S` bytes, stored `[in, out]`, as `[out, in]`.
+/// Transposes values of `S` bytes from `[in, out]` to `[out, in]`.
 fn turned<const S: usize>(bytes: &[u8], [n, k]: [usize; 2]) -> Vec<u8> {
-    // Lines of both sides stay in the first cache.
+    // The cache lines of both sides fit in the L1 cache.
     const TILE: usize = 32;
     let from = bytes.as_chunks::<S>().0; // [k, n]
     let mut to = vec![[0; S]; from.len()]; // [n, k]

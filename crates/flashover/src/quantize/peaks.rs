@@ -1,18 +1,18 @@
-//! How much memory it took.
+//! Peak memory of quantisation.
 
 use cubecl::MemoryScope;
 use serde::Serialize;
 
 use crate::device::Device;
 
-/// The most memory that was held at once.
+/// Peak memory of a quantisation run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Peaks {
-    /// Bytes of this process, its program and drivers among them; none where the system does not tell.
+    /// Peak bytes of this process, with program and drivers; none if the system does not report it.
     pub host_bytes: Option<u64>,
-    /// Of these, the most before the first tensor.
+    /// Peak bytes of this process before the first tensor.
     pub host_bytes_before: Option<u64>,
-    /// Bytes that the device's pools held while a tensor and its codes were there.
+    /// Peak bytes of the device's pools, which hold one tensor with its quantised values.
     pub device_bytes: u64,
 }
 
@@ -21,7 +21,7 @@ impl Peaks {
         Self { host_bytes: None, host_bytes_before: host_peak(), device_bytes: 0 }
     }
 
-    /// Looks while most is held.
+    /// Updates the peak; called when the device holds the most.
     pub(super) fn see(&mut self, device: &Device) {
         let usage = device.client().memory_report(MemoryScope::Device).usage();
         self.device_bytes = self.device_bytes.max(usage.bytes_reserved);
@@ -32,7 +32,7 @@ impl Peaks {
     }
 }
 
-/// What Linux counted.
+/// Reads the peak resident set size from Linux.
 fn host_peak() -> Option<u64> {
     peak_of(&std::fs::read_to_string("/proc/self/status").ok()?)
 }

@@ -1,4 +1,4 @@
-//! Which file holds which tensor.
+//! Assignment of tensors to files.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,12 +11,12 @@ use super::{QuantizeError, folder};
 /// A file of the result.
 pub(super) struct Shard {
     pub(super) file: String,
-    /// Tensors of the model, and what they become.
+    /// Tensors of the source, each with the tensors that it becomes.
     pub(super) tensors: Vec<(String, Vec<Plan>)>,
 }
 
-/// Cuts tensors into files of `most` bytes; one that has more gets a file of its own. Names are those that
-/// transformers gives.
+/// Splits tensors into files of at most `most` bytes. A larger tensor gets a file of its own. File names follow
+/// transformers.
 pub(super) fn split(tensors: Vec<(String, Vec<Plan>)>, most: u64) -> Vec<Shard> {
     let mut cuts: Vec<Vec<(String, Vec<Plan>)>> = vec![Vec::new()];
     let mut held = 0;
@@ -40,13 +40,13 @@ pub(super) fn split(tensors: Vec<(String, Vec<Plan>)>, most: u64) -> Vec<Shard> 
     cuts.into_iter().enumerate().map(shard).collect()
 }
 
-/// Without the texts, which have some hundred bytes.
+/// Returns the bytes of a tensor, without its text entries of some hundred bytes.
 fn bytes(plan: &Plan) -> u64 {
     let values = plan.shape.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>();
     (values * plan.dtype.size()) as u64
 }
 
-/// Writes which file holds which tensor, where there are several.
+/// Writes the index of tensors and files if there are several files.
 pub(super) fn write_index(
     folder: &Path,
     shards: &[Shard],

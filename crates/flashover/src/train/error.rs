@@ -1,41 +1,41 @@
-//! What can be wrong with training.
+//! Errors of training.
 
 use crate::device_error::DeviceError;
 use crate::load_error::LoadError;
 use crate::memory::PlanError;
 
-/// Why an adapter is not trained.
+/// Error of training an adapter.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// A model that is not loaded, or not planned for.
+    /// The model cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// A workload that does not fit, or is not planned for.
+    /// The workload does not fit in memory, or cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// Examples that the model cannot learn, an adapter that it cannot have, or files that cannot be written.
+    /// The model cannot learn the examples or have the adapter, or files cannot be written.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// The device failed, or had less memory than was planned.
+    /// The device failed, or had less free memory than planned.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// An option of training out of its range.
-    #[error("{name} is {value}\nhint: a number {range}")]
+    /// A training option is out of range.
+    #[error("{name} is {value}\nhint: use a number {range}")]
     Option {
-        /// Which option.
+        /// Name of the option.
         name: &'static str,
-        /// As it was given.
+        /// The value given.
         value: f64,
-        /// What it may be, after "a number".
+        /// The valid range, after "a number".
         range: &'static str,
     },
-    /// The loss, its gradient or what was learned is not finite.
+    /// The loss, its gradient or a trained value is not finite.
     #[error(
-        "the loss or its gradient is not finite at step {step}\nhint: a smaller learning rate; what was learned before is \
-         kept"
+        "the loss or its gradient is not finite at step {step}\nhint: use a smaller learning rate; the adapter keeps \
+         its values from before the step"
     )]
     Diverged {
-        /// Counted from 1.
+        /// Step of the failure, counted from 1.
         step: usize,
     },
 }

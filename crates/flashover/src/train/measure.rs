@@ -1,4 +1,4 @@
-//! How fast an adapter is learned.
+//! Speed of training.
 
 use models::{Example, LoraOptions, Param, Recompute, Slot};
 use serde::Serialize;
@@ -8,35 +8,35 @@ use super::error::TrainError;
 use super::{TrainOptions, Trainer};
 use crate::engine::Engine;
 
-/// Steps that are measured: of sequences of one length, all of whose tokens are learned.
+/// Training steps to measure, on sequences of one length whose tokens are all learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainTest {
-    /// Sequences that pass together.
+    /// Number of sequences per step.
     pub batch: usize,
-    /// Tokens of each.
+    /// Number of tokens per sequence.
     pub context: usize,
-    /// Of the factors, which every matrix has.
+    /// Rank of the adapter, which covers all matrices of the layers.
     pub rank: usize,
-    /// What is kept of a layer for its gradients.
+    /// Activations that the backward pass recomputes.
     pub recompute: Recompute,
 }
 
-/// What was measured.
+/// Measured speed of training.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainSpeed {
-    /// Nanoseconds of each step, by the host's clock, from tokens on the host to the loss on the host and the new values
-    /// on their way.
+    /// Nanoseconds of each step on the host's clock: from tokens on the host to the loss on the host, with the update
+    /// of the values launched.
     pub samples_ns: Vec<f64>,
-    /// Operations of the products with frozen matrices of a step, forward and backward, each once: what is computed
-    /// again is not counted, nor are the factors. A multiply-add counts two.
+    /// Operations per step in matmuls with frozen matrices, forward and backward. A multiply-add counts as two.
+    /// Recomputed matmuls and those of the adapter do not count.
     pub flops: u64,
 }
 
 impl Engine {
-    /// Takes two steps to warm up and then as many as `repetitions` says, of an adapter that is thrown away.
+    /// Runs two steps as warm-up, then measures `repetitions` steps. The adapter is discarded.
     ///
     /// # Errors
-    /// As [`Trainer::new`] and [`Trainer::step`].
+    /// The errors of [`Trainer::new`] and [`Trainer::step`].
     pub fn measure_training(
         &self,
         test: TrainTest,

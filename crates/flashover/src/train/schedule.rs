@@ -1,8 +1,8 @@
-//! What changes from step to step.
+//! Learning rate and loss scale of each step.
 
 use std::f64::consts::PI;
 
-/// The learning rate of each step.
+/// Learning rate of each step: linear warm-up, then constant or cosine decay.
 ///
 /// ```
 /// use flashover::train::Schedule;
@@ -14,21 +14,21 @@ use std::f64::consts::PI;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
-    /// The largest.
+    /// Largest learning rate.
     pub learning_rate: f64,
-    /// Steps on which it grows evenly.
+    /// Number of steps of linear warm-up.
     pub warmup: usize,
-    /// Steps after which it has fallen to 0 by half a cosine; where none, it stays.
+    /// Number of steps, with the warm-up, after which the cosine decay reaches 0; none for a constant rate.
     pub cosine: Option<usize>,
 }
 
 impl Schedule {
-    /// The same for every step.
+    /// Returns a schedule with the same rate at every step.
     pub const fn constant(learning_rate: f64) -> Self {
         Self { learning_rate, warmup: 0, cosine: None }
     }
 
-    /// Of a step, counted from 0.
+    /// Returns the learning rate of a step, counted from 0.
     pub fn rate(&self, step: usize) -> f64 {
         if step < self.warmup {
             return self.learning_rate * (step + 1) as f64 / self.warmup as f64;
@@ -40,23 +40,23 @@ impl Schedule {
     }
 }
 
-/// What losses are multiplied by, so that gradients in f16 do not vanish: halved when they overflow, doubled after many
-/// steps on which they did not.
+/// Loss scale for gradients in f16: losses are multiplied by it, so that small gradients do not underflow. It halves
+/// when gradients overflow and doubles after many steps without overflow.
 ///
 /// Source: Micikevicius et al., Mixed Precision Training, 2017 (arXiv:1710.03740).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct LossScale {
     scale: f64,
-    /// Steps since it changed; none where it never does.
+    /// Number of steps since the last change; none for a constant scale.
     steady: Option<u32>,
 }
 
-/// Steps before it grows.
+/// Number of steps without overflow before the scale doubles.
 const PATIENCE: u32 = 2000;
 const LARGEST: f64 = 16_777_216.0;
 
 impl LossScale {
-    /// For a dtype with the range of f32.
+    /// Returns a constant scale of 1, for dtypes with the exponents of f32.
     pub(super) const fn none() -> Self {
         Self { scale: 1.0, steady: None }
     }
@@ -69,7 +69,8 @@ impl LossScale {
         self.scale
     }
 
-    /// Says whether the gradients of a step were finite; whether the step counts.
+    /// Updates the scale after a step, given whether its gradients were finite. Returns false if the step must be
+    /// skipped.
     pub(super) fn took(&mut self, finite: bool) -> bool {
         let Some(steady) = &mut self.steady else { return true };
         if !finite && self.scale > 1.0 {
@@ -101,7 +102,7 @@ mod tests {
         let fall = of(0, Some(4));
         assert_eq!(fall.rate(0), 2.0);
         assert!((fall.rate(2) - 1.0).abs() < 1e-12 && fall.rate(4) < 1e-12 && fall.rate(9) < 1e-12);
-        // Steps that are all warm-up.
+        // All steps are warm-up.
         assert!(of(8, Some(4)).rate(8).is_finite());
     }
 
@@ -116,7 +117,7 @@ mod tests {
         for _ in 0..16 {
             assert!(!scale.took(false));
         }
-        // At 1 it is the gradients themselves that are not finite.
+        // At scale 1 the gradients themselves are not finite, so the step is not skipped.
         assert!(scale.now() == 1.0 && scale.took(false));
         let mut none = LossScale::none();
         assert!(none.took(false) && none.now() == 1.0);

@@ -1,4 +1,4 @@
-//! Builders, conversations and devices.
+//! Tests of builders, conversations and devices.
 
 use flashover::burn::tensor::{Device as BurnDevice, Tensor};
 use flashover::{
@@ -81,7 +81,7 @@ fn a_conversation_prefills_what_is_new() {
     assert_eq!(once, first, "a conversation of one message");
     let answer = conversation.send("The hen ran.").expect("fits");
     assert!(answer.prompt_tokens() < 2 * prompt, "{} after {prompt}", answer.prompt_tokens());
-    // Given up before its first piece, it is an empty message.
+    // An answer dropped before its first piece is an empty message.
     drop(answer);
     assert_eq!(conversation.messages().len(), 4);
     let long = "Once upon a time there was a cat. ".repeat(20);

@@ -1,4 +1,4 @@
-//! Training data, against what trl's SFTTrainer makes of the same lines.
+//! Compares training data with trl's SFTTrainer on the same lines.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::cpu;
 
-/// `golden.json`.
+/// Contents of `golden.json`.
 #[derive(Deserialize)]
 struct Golden {
     templates: BTreeMap<String, String>,
@@ -25,7 +25,7 @@ struct Cases {
     /// `tokenizer_config.json`.
     config: Value,
     lines: Vec<Case>,
-    /// Conversations by the name of their template.
+    /// Conversations by name of the template.
     chats: BTreeMap<String, Vec<Case>>,
 }
 
@@ -46,7 +46,7 @@ fn golden() -> Golden {
     serde_json::from_str(&text).expect("make.py writes it")
 }
 
-/// The tiny model with a tokenizer, and what its `tokenizer_config.json` says.
+/// Returns the tiny model with this tokenizer and `tokenizer_config.json`.
 fn model(tokenizer: &str, config: &Value) -> TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     let copy = |from: PathBuf, name: &str| fs::copy(from, folder.path().join(name)).expect("ours");
@@ -76,7 +76,7 @@ fn check(name: &str, folder: &ModelFolder, cases: &[Case]) -> Dataset {
     data
 }
 
-/// Whatever joins or differs at the boundary, and whatever of BOS and EOS a line holds already.
+/// Covers merges across the boundary of prompt and completion, and lines that already hold BOS or EOS.
 #[test]
 fn tokens_and_boundaries_are_those_of_trl() {
     let Golden { templates, tokenizers } = golden();
@@ -89,7 +89,7 @@ fn tokens_and_boundaries_are_those_of_trl() {
             let source = &templates[template];
             fs::write(folder.path().join("chat_template.jinja"), source).expect("ours");
             let data = check(&format!("{name}, {template}"), &open(), chats);
-            // The prompt of these ends with what no finished turn has.
+            // The prompts of these templates end with text that a finished turn lacks.
             let diverges = ["thinks", "thought"].contains(&template.as_str());
             assert!(!diverges || data.diverged == chats.len(), "{name}, {template}: {data:?}");
         }
@@ -112,7 +112,7 @@ fn losses_are_those_of_trl() {
     }
 }
 
-/// The tokenizer's, if it names one that it has; otherwise the first of generation_config.json.
+/// The EOS is the tokenizer's if its vocabulary has it, or else the first of generation_config.json.
 #[test]
 fn examples_end_with_the_eos_of_the_tokenizer() {
     let last = |config: Value, eos: Value| {
@@ -125,12 +125,12 @@ fn examples_end_with_the_eos_of_the_tokenizer() {
     };
     assert_eq!(last(json!({"eos_token": "<|end|>"}), json!([0, 1])), Some(2));
     assert_eq!(last(json!({"eos_token": {"content": "<|begin|>"}}), json!(0)), Some(1));
-    // As transformers has it, a token that tokenizer.json lacks is added behind its own.
+    // As in transformers, a token that tokenizer.json lacks is appended after its own.
     assert_eq!(last(json!({"eos_token": "</s>"}), json!([1, 0])), Some(433));
     assert_eq!(last(json!({}), json!([1, 0])), Some(1));
 }
 
-/// A tokenizer that puts EOS after each text, and one that puts two tokens in front.
+/// Covers a tokenizer that appends EOS to each text, and one that prepends two tokens.
 #[test]
 fn what_a_tokenizer_adds_is_there_once() {
     let folder = model("bytes", &json!({"eos_token": "<|end|>"}));

@@ -1,4 +1,4 @@
-//! Models that answer, against transformers.
+//! Compares generation with transformers, and tests sessions, batches and memory.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ fn engine(name: &str) -> Engine {
     Engine::load(&cpu(), fixture(name), &EngineOptions::default()).expect("a fixture")
 }
 
-/// Prompt and greedy tokens by transformers.
+/// Returns the prompt and the greedy tokens from transformers.
 fn golden(name: &str) -> [Vec<u32>; 2] {
     let file = Checkpoint::open(fixture(name).join("golden.safetensors")).expect("a fixture");
     ["prompt", "greedy"].map(|name| {
@@ -41,7 +41,7 @@ fn ids(tokens: &[Token]) -> Vec<u32> {
     tokens.iter().map(|token| token.id).collect()
 }
 
-/// All tokens of one generation, and why it ended.
+/// Runs one generation to its end.
 fn alone(engine: &Engine, prompt: &[u32], context: usize, request: &Request) -> Completion {
     let mut session = engine.session(context).expect("not longer than the model's");
     let mut tokens = session.generate(prompt, request).expect("a prompt that fits");
@@ -63,7 +63,7 @@ fn a_session_ends_where_it_is_told_to() {
         (greedy[..20].to_vec(), FinishReason::Length)
     );
     assert!(made.tokens.iter().all(|token| token.logprob < 0.0));
-    // Up to the first token of this id, which is not given out.
+    // Up to the first token with this id, which is not returned.
     let eos = greedy[6];
     let first = greedy.iter().position(|id| *id == eos).expect("it is there");
     let made = alone(&engine, &prompt, 96, &Request { stop_tokens: vec![eos], ..plain(64) });
@@ -71,13 +71,13 @@ fn a_session_ends_where_it_is_told_to() {
         (ids(&made.tokens), made.finish_reason),
         (greedy[..first].to_vec(), FinishReason::Eos)
     );
-    // The last token is given out though nothing can follow it.
+    // The last token is returned although nothing can follow it.
     let made = alone(&engine, &prompt, prompt.len() + 4, &plain(64));
     assert_eq!(
         (ids(&made.tokens), made.finish_reason),
         (greedy[..5].to_vec(), FinishReason::Context)
     );
-    // What follows a generation goes on from it.
+    // A second generation continues the first.
     let mut session = engine.session(96).expect("short");
     let given: Vec<_> = session.generate(&prompt, &plain(3)).expect("fits").collect();
     assert_eq!((given.len(), session.tokens().len()), (3, prompt.len() + 2));
@@ -86,7 +86,7 @@ fn a_session_ends_where_it_is_told_to() {
     assert_eq!(next, greedy[3..7]);
 }
 
-/// Prompts of different lengths, several answers to each, one seed: as each alone.
+/// Prompts of different lengths with several completions and one seed give the tokens of single runs.
 #[test]
 fn a_batch_is_what_each_is_alone() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
@@ -107,7 +107,7 @@ fn a_batch_is_what_each_is_alone() {
     different.sort();
     different.dedup();
     assert!(different.len() > 6, "a seed is not shared by the answers to a prompt");
-    // Without a limit, up to the model's context.
+    // Without a limit, completions fill the model's context.
     let long = Request { max_new_tokens: None, ..plain(0) };
     let batch = engine.generate_batch(&prompts[..2], 1, &long).expect("fits");
     for (prompt, answers) in prompts.iter().zip(&batch) {
@@ -117,7 +117,7 @@ fn a_batch_is_what_each_is_alone() {
     }
 }
 
-/// Each prompt is sampled, ended and stopped as its own request says.
+/// Each prompt follows the sampling, limit and stops of its own request.
 #[test]
 fn requests_of_a_batch_are_each_its_own() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
@@ -144,7 +144,7 @@ fn requests_of_a_batch_are_each_its_own() {
     assert!(matches!(refused, GenerateError::NoTokenizer(_)), "{refused}");
 }
 
-/// Stops end the answers of a batch where they end one alone.
+/// Stop sequences end the completions of a batch where they end single ones.
 #[test]
 fn stops_end_the_answers_of_a_batch() {
     let options = EngineOptions::default();
@@ -170,7 +170,7 @@ fn stops_end_the_answers_of_a_batch() {
         together.iter().any(|answers| answers[0].finish_reason == FinishReason::Stop),
         "{together:?}"
     );
-    // What is told of them on the way makes them up.
+    // The steps seen by the callback add up to the completions.
     let asked: Vec<(&[u32], &Request)> =
         prompts.iter().map(|prompt| (&prompt[..], &request)).collect();
     let mut told = vec![(Vec::new(), String::new(), None); asked.len()];
@@ -191,7 +191,7 @@ fn stops_end_the_answers_of_a_batch() {
     assert!(matches!(engine.generate_batch(&prompts, 1, &empty), Err(GenerateError::Text(_))));
 }
 
-/// A prompt that fills the model's context is shared by its answers, beside a shorter one.
+/// A prompt that fills the model's context is shared by its completions, next to a shorter prompt.
 #[test]
 fn a_prompt_that_fills_the_context_has_answers() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
@@ -211,7 +211,7 @@ fn a_prompt_that_fills_the_context_has_answers() {
     );
 }
 
-/// A thread is a stream of its own.
+/// Each thread has its own stream.
 #[test]
 fn batches_beside_each_other_are_what_each_is_alone() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
@@ -229,7 +229,7 @@ fn batches_beside_each_other_are_what_each_is_alone() {
     assert_eq!(beside, alone);
 }
 
-/// Answers to a prompt of more than a page share what it left in the cache.
+/// Completions of a prompt longer than a page share its pages of the KV cache.
 #[test]
 fn answers_that_share_a_prompt_are_what_each_is_alone() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
@@ -257,18 +257,20 @@ fn a_budget_holds() {
     let below = load(MemoryBudget { limit_bytes: Some(weights - 1), ..all });
     let Err(LoadError::Plan(PlanError::Memory(plan))) = &below else { panic!("{below:?}") };
     assert!(plan.peak_bytes() > weights - 1 && plan.largest_batch == Some(0), "{plan}");
-    // As much as one sequence of 64 positions takes: it answers, one of 65 is not begun.
+    // The budget fits exactly one sequence of 64 positions: 64 work, and 65 are refused.
     let peak = engine.plan(Workload::new(1, 64)).expect("valid").peak_bytes();
     let small = load(MemoryBudget { limit_bytes: Some(peak), ..all }).expect("it fits");
     let [prompt, _] = golden("llama");
     let mut session = small.session(64).expect("it fits");
     let tokens = session.generate(&prompt[..4], &plain(8)).expect("it answers");
     assert_eq!(tokens.collect::<Result<Vec<_>, _>>().expect("it answers").len(), 8);
-    // Beside it there is room for none.
+    // Next to that session nothing else fits.
     let refused = small.session(1);
     let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
     assert!(plan.other_bytes > 0 && plan.largest_context == Some(0), "{plan}");
-    assert!(refused.expect_err("refused").to_string().contains("hint: fewer of them at once; "));
+    assert!(
+        refused.expect_err("refused").to_string().contains("hint: run fewer of them at once; ")
+    );
     drop(session);
     let refused = small.session(65);
     let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
@@ -278,7 +280,7 @@ fn a_budget_holds() {
     assert!(text.contains("hint: 64 positions fit"), "{text}");
     let two = small.generate_batch(&[&prompt[..4], &prompt[..5]], 1, &plain(60));
     assert!(matches!(two, Err(GenerateError::Plan(PlanError::Memory(_)))), "{two:?}");
-    // Nothing of what was refused is left behind, and the engine lives on.
+    // Refused requests leave nothing behind, and the engine still works.
     let mut session = small.session(64).expect("it fits");
     let again = session.generate(&prompt[..4], &plain(8)).expect("it answers");
     assert_eq!(again.count(), 8);
@@ -291,7 +293,7 @@ fn a_folder_knows_what_a_request_needs() {
     let (folder, request) = (open(), plain(8));
     let long: Vec<u32> = prompt.iter().copied().cycle().take(66).collect();
     let workload = folder.workload(&[&long], 3, &request);
-    // The page that a prompt of 66 fills is there once.
+    // The page that a prompt of 66 tokens fills is shared.
     assert_eq!(workload, Workload { shared: 2 * 64, ..Workload::new(3, 74) });
     let engine = Engine::load(&cpu(), fixture("llama"), &EngineOptions::default());
     let engine = engine.expect("a fixture");
@@ -299,7 +301,7 @@ fn a_folder_knows_what_a_request_needs() {
     let plan = engine.plan(workload.clone()).expect("valid");
     let peak = plan.peak_bytes();
     assert_eq!((plan.largest_batch, plan.largest_context), (None, None));
-    // Two pages a sequence, but for what is there once.
+    // Each sequence has two pages, and one page is shared.
     let apart = engine.plan(Workload::new(3, 128)).expect("valid").cache_bytes;
     let angles = engine.plan(Workload::new(1, 128)).expect("valid").cache_bytes * 3 - apart;
     let page = (apart - angles / 2) / 6;
@@ -313,7 +315,7 @@ fn a_folder_knows_what_a_request_needs() {
     let enough = load(peak).expect("it fits");
     assert_eq!(enough.generate_batch(&[&long], 3, &request).expect("it fits")[0].len(), 3);
     let less = load(peak - 1).expect_err("it does not fit").to_string();
-    assert!(less.contains("hint: fewer answers or fewer new tokens"), "{less}");
+    assert!(less.contains("hint: use fewer completions or fewer new tokens"), "{less}");
     let options = EngineOptions {
         workload: Some(folder.workload(&[&prompt.repeat(99)], 1, &request)),
         ..EngineOptions::default()
@@ -335,7 +337,7 @@ fn a_profile_has_all_that_ran() {
     let named = |name: &str| profile.layers.iter().find(|layer| layer.name == name);
     for name in ["embedding", "head", "sampling", "layer 0"] {
         let part = named(name).unwrap_or_else(|| panic!("{name}: {:?}", profile.layers));
-        // A prompt, and three steps.
+        // One prefill and three decode steps.
         assert_eq!(part.passes, 4, "{name}");
         assert!(part.launches >= part.passes && part.total_ns > 0, "{part:?}");
     }
@@ -355,7 +357,7 @@ fn a_profile_has_all_that_ran() {
     assert_eq!(weights, engine.weight_bytes());
 }
 
-/// Frequencies that change with the length, of each sequence by itself.
+/// RoPE frequencies that change with the length change for each sequence alone.
 #[test]
 fn stretched_ropes_batch_one_by_one() {
     for name in ["llama_dynamic", "phi3_longrope"] {
@@ -365,7 +367,7 @@ fn stretched_ropes_batch_one_by_one() {
         assert_eq!(ids(&batch[0][0].tokens), greedy, "{name}");
         let one = alone(&engine, &prompt[..9], 9 + greedy.len(), &plain(greedy.len()));
         assert_eq!(ids(&batch[1][0].tokens), ids(&one.tokens), "{name}");
-        // On both sides of where the frequencies change, and past it.
+        // Lengths on both sides of the change of frequencies, and across it.
         for lengths in [[33, 32], [40, 39]] {
             let prompts = lengths.map(|length| prompt.iter().copied().cycle().take(length));
             let prompts = prompts.map(Iterator::collect::<Vec<u32>>);
@@ -378,7 +380,7 @@ fn stretched_ropes_batch_one_by_one() {
     }
 }
 
-/// Who is told of answers may have enough, of those that decode together and of those that go one by one.
+/// The callback cancels a batch that decodes together, and sequences that run one by one.
 #[test]
 fn answers_stop_where_they_are_told_to() {
     for (name, told) in [("llama", 6), ("llama_dynamic", 4)] {
@@ -398,7 +400,7 @@ fn answers_stop_where_they_are_told_to() {
     }
 }
 
-/// A tokenizer that lacks a third of the model's ids, as those between added tokens and past the last may be.
+/// A tokenizer may lack ids of the model, between added tokens or after the last; here it lacks a third.
 #[test]
 fn tokens_that_the_tokenizer_lacks_are_never_sampled() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -443,7 +445,7 @@ fn a_broken_chat_template_is_an_error_of_chats_alone() {
         assert!(refused.starts_with("chat template `default` is broken: "), "{refused}");
         assert_eq!(refused.matches("\nhint: ").count(), 1, "{refused}");
     }
-    // What was opened once is kept.
+    // A template is kept once it was opened.
     fs::write(&template, "One day").expect("written");
     let tokens = opened.encode_chat(&[]).expect("no messages are needed");
     fs::write(&template, "{% for m in messages %}").expect("written");
@@ -481,7 +483,7 @@ fn memory_that_cannot_suffice_is_said_before_loading() {
     let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
     let have = device.profile().memory_bytes.expect("Linux tells");
     let folder = tempfile::tempdir().expect("a folder");
-    // A model of 100 times the memory, in a file that takes none of the disk.
+    // A sparse file of a model 100 times as large as the memory.
     let hidden = 4096u64;
     let vocab = have * 100 / (2 * hidden);
     let mut config: serde_json::Value = serde_json::from_str(
@@ -539,7 +541,7 @@ fn weights_in_4_and_8_bits_answer() {
         let square = |(a, b): (&f32, &f32)| f64::from(a - b).powi(2);
         distances.push(small.iter().zip(&dense).map(square).sum::<f64>());
     }
-    // NaN is smaller than nothing.
+    // A NaN would fail both comparisons.
     assert!(0.0 < distances[0] && distances[0] < distances[1], "{distances:?}");
 }
 
@@ -560,7 +562,7 @@ fn keys_and_values_in_8_bits_answer() {
     assert_eq!(bytes.kv_format(), KvFormat::Int8);
     let [float, bytes] = [engine("llama"), bytes].map(|engine| {
         let logits = engine.session(prompt.len()).expect("short").logits(&prompt).expect("fits");
-        // Two answers to a prompt of whole pages, which they share.
+        // Two completions share a prompt of whole pages.
         let long: Vec<u32> = prompt.iter().copied().cycle().take(66).collect();
         let one = alone(&engine, &long, 96, &plain(9));
         let batch = engine.generate_batch(&[&long], 2, &plain(9)).expect("fits");

@@ -1,4 +1,4 @@
-//! The examples, as cargo built them beside this test.
+//! Runs the examples that cargo built next to this test.
 
 use std::process::Command;
 

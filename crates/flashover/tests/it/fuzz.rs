@@ -1,5 +1,5 @@
-//! Files of models, adapters and examples with parts changed at random: an answer or an error, without a panic, a hang
-//! or memory without bound. `cargo xtask fuzz` runs more of them.
+//! Changes parts of model files, adapters and examples at random. The result must be an answer or an error, without
+//! panics, hangs or unbounded memory. `cargo xtask fuzz` runs more cases.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -22,12 +22,12 @@ use serde_json::{Value, json};
 
 use crate::{demo, fixture};
 
-/// Changes to a JSON text: of its values first, then of its bytes.
+/// Changes to a JSON text: first to its values, then to its bytes.
 #[derive(Debug, Clone)]
 struct Changes {
     values: Vec<(Index, Change)>,
     bytes: Vec<(Index, u8)>,
-    /// Where the text is cut off.
+    /// Position where the text is cut off.
     end: Option<Index>,
 }
 
@@ -35,11 +35,11 @@ struct Changes {
 enum Change {
     Replace(Value),
     Remove,
-    /// By another value of the same file.
+    /// Replaces the value by another value of the same file.
     Copy(Index),
-    /// The value in so many lists.
+    /// Nests the value in this number of lists.
     Nest(usize),
-    /// A list so many times as long, up to a megabyte.
+    /// Makes a list this number of times as long, up to a megabyte.
     Repeat(usize),
 }
 
@@ -83,7 +83,7 @@ fn changes() -> impl Strategy<Value = Changes> {
     (values, bytes, end).prop_map(|(values, bytes, end)| Changes { values, bytes, end })
 }
 
-/// Pointers to all values below one.
+/// Collects the JSON pointers of a value and all values in it.
 fn pointers(value: &Value, at: &str, all: &mut Vec<String>) {
     all.push(at.to_owned());
     let mut below = |name: &str, value: &Value| {
@@ -124,7 +124,7 @@ impl Changes {
                     continue;
                 }
             };
-            // What lies deeper is not walked again.
+            // A deeply nested value is not walked again.
             let nested = matches!(change, Change::Nest(_));
             *value.pointer_mut(pointer).expect("listed") = new;
             if nested {
@@ -147,7 +147,7 @@ impl Changes {
     }
 }
 
-/// Runs as many cases as `PROPTEST_CASES` says, or so many. A case that takes ten seconds ends the process.
+/// Runs `PROPTEST_CASES` cases, or `cases` by default. A case that takes over ten seconds aborts the process.
 fn run<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> Result<(), String>) {
     let mut config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
     if std::env::var_os("PROPTEST_CASES").is_none() {
@@ -177,7 +177,7 @@ fn run<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> Result<(
     watch.join().expect("it did not fail");
 }
 
-/// Fails for an error whose text has a line too many.
+/// Fails if the text of an error is too long or does not have exactly one hint.
 fn told<T>(answer: Result<T, impl ToString>) -> Result<Option<T>, String> {
     match answer {
         Ok(answer) => Ok(Some(answer)),
@@ -191,7 +191,7 @@ fn told<T>(answer: Result<T, impl ToString>) -> Result<Option<T>, String> {
     }
 }
 
-/// A copy of a folder, by links but for one file.
+/// Returns a copy of a folder with links to all files except `own`.
 fn linked(from: &Path, own: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for entry in fs::read_dir(from).expect("a fixture") {

@@ -1,4 +1,4 @@
-//! The public crate, on the CPU.
+//! Tests of the public crate on the CPU.
 
 mod api;
 mod dataset;
@@ -27,7 +27,7 @@ fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
-/// Small integers: every product and sum is exact in f32.
+/// Returns a tensor of small integers, so that every product and sum is exact in f32.
 fn integers(shape: &[usize], salt: usize) -> HostTensor {
     let len = shape.iter().product();
     let values: Vec<f32> = (0..len).map(|i| ((i * 7 + salt * 3) % 11) as f32 - 5.0).collect();
@@ -92,14 +92,14 @@ fn nothing_times_something_is_nothing_and_no_summands_are_zero() {
     assert_eq!(zeros.to_f32().expect("f32"), [0.0; 6]);
     let biased = run(&x, &w, Some(&bias), &options).expect("no summand");
     assert_eq!(biased.to_f32().expect("f32"), bias.to_f32().expect("f32").repeat(2));
-    // Empty tensors of sizes that nothing could hold.
+    // Empty tensors whose axes are larger than any memory.
     for (m, n) in [(0, 1 << 40), (1 << 40, 0), (0, 1 << 61)] {
         let none = run(&of(&[m, 0]), &of(&[0, n]), None, &options).expect("nothing");
         assert_eq!((none.shape(), none.bytes()), (&[m, n][..], &[][..]));
     }
     let error = run(&of(&[2, 0]), &of(&[0, 1 << 61]), None, &options).expect_err("2^62 zeros");
     assert!(matches!(error, HostOpError::Memory { .. }), "{error}");
-    // What is no product of anything is still refused.
+    // Shapes that do not match are still refused.
     let error = run(&x, &integers(&[1, 3], 1), None, &options).expect_err("k differs");
     assert!(matches!(error, HostOpError::Op(OpError::Depth { .. })), "{error}");
 }
@@ -134,7 +134,7 @@ fn mistakes_are_named() {
     let half = HostTensor::new(DType::F16, &[1, 1], vec![0; 2]).expect("one value");
     let narrow = run(&half, &half, None, &tf32).expect_err("16 bits");
     assert!(matches!(narrow, HostOpError::Op(OpError::Tf32(_))), "{narrow}");
-    // A result of 4 TiB.
+    // The result has 4 TiB.
     let long = HostTensor::new(DType::F32, &[1 << 20, 1], vec![0; 4 << 20]).expect("4 MiB");
     let wide = HostTensor::new(DType::F32, &[1, 1 << 20], vec![0; 4 << 20]).expect("4 MiB");
     let error = fails(&long, &wide, None);
@@ -175,7 +175,7 @@ fn attention_of_nothing_is_nothing() {
 
 #[test]
 fn attention_weighs_values_by_their_keys() {
-    // Two heads share one key head whose keys are alike: every query gets the mean of what it sees.
+    // Two heads share one key head with equal keys, so every query gets the mean of its visible values.
     let q = integers(&[1, 2, 2, 4], 1);
     let k = HostTensor::from_f32(&[1, 1, 3, 4], &[1.0; 12]).expect("12 values");
     let v: Vec<f32> = (0..12).map(|i| (i / 4) as f32).collect();
@@ -192,7 +192,7 @@ fn attention_weighs_values_by_their_keys() {
     };
     let close = |got: &[f32], want: f32| got.iter().all(|v| (v - want).abs() < 1e-6);
     assert!(close(&values(&[], "out"), 1.0));
-    // The first of two queries stands beside the second of three keys.
+    // Causal: the first of two queries is aligned with the second of three keys.
     let causal = values(&[("causal", "true")], "out");
     assert!(close(&causal[..4], 0.5) && close(&causal[4..8], 1.0), "{causal:?}");
     let nearest = values(&[("causal", "true"), ("window", "1")], "out");
@@ -201,8 +201,8 @@ fn attention_weighs_values_by_their_keys() {
     let lse = values(&[("implementation", "plain")], "lse");
     assert_eq!(lse.len(), 4);
     assert!((lse[0] - (scores + 3f32.ln())).abs() < 1e-5, "{lse:?}");
-    // Every weight is a third. dv sums them over 4 queries; dk_j is scale · Σ_i p·(dout·v_j - dout·out)·q_i, and of keys that
-    // are alike nothing moves q.
+    // Every attention weight is 1/3. dv sums them over 4 queries; dk_j is scale · Σ_i p·(dout·v_j - dout·out)·q_i; dq
+    // is 0 because all keys are equal.
     let ones = HostTensor::from_f32(&[1, 2, 2, 4], &[1.0; 16]).expect("16 values");
     let differentiate = |dout: &HostTensor| {
         let inputs = [("q", &q), ("k", &k), ("v", &v), ("dout", dout)];
@@ -228,25 +228,25 @@ fn attention_weighs_values_by_their_keys() {
     for value in ["-1", "4294967296", "1e30"] {
         let text = fails(&[("window", value)]);
         assert!(
-            text.contains(&format!("`window` does not take `{value}`\nhint: a number")),
+            text.contains(&format!("`window` does not take `{value}`\nhint: use a whole number")),
             "{text}"
         );
     }
     for (key, value) in [("softcap", "inf"), ("softcap", "1e39"), ("scale", "NaN")] {
         let text = fails(&[(key, value)]);
         assert!(
-            text.contains(&format!("`{key}` does not take `{value}`\nhint: a finite")),
+            text.contains(&format!("`{key}` does not take `{value}`\nhint: use a finite")),
             "{text}"
         );
     }
-    assert!(fails(&[("causal", "yes")]).ends_with("hint: true or false"));
+    assert!(fails(&[("causal", "yes")]).ends_with("hint: use true or false"));
     let inputs = [("q", &q), ("k", &k), ("v", &v), ("bias", &integers(&[1, 2, 3, 3], 1))];
     let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
     let error = run_op("attention", &cpu(), &BTreeMap::from(inputs), &[], Policy::Default);
     let text = error.expect_err("three rows for two queries").to_string();
     assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
-    assert!(fails(&[("window", "0")]).contains("\nhint: a number of keys, whole, from 1"));
+    assert!(fails(&[("window", "0")]).contains("\nhint: use a whole number of keys from 1"));
     let twice = fails(&[("causal", "true"), ("scale", "1"), ("causal", "false")]);
     assert!(twice.starts_with("setting `causal` is given twice"), "{twice}");
 }

@@ -1,4 +1,4 @@
-//! Adapters that learn.
+//! Tests of training adapters.
 
 use checkpoint::Checkpoint;
 use flashover::train::{
@@ -22,7 +22,7 @@ fn options(rank: usize, learning_rate: f64) -> TrainOptions {
     }
 }
 
-/// Six steps of AdamW on gradients that are cut, as torch takes them with PEFT.
+/// Runs six steps of AdamW with clipped gradients and compares them with PyTorch and PEFT.
 #[test]
 fn losses_are_those_of_peft() {
     for name in ["llama", "gpt2", "qwen2"] {
@@ -49,7 +49,7 @@ fn losses_are_those_of_peft() {
         let weights = Weights::open(fixture(name)).expect("a fixture");
         let adapter = Adapter::open(&folder, &weights).expect("PEFT wrote it");
         let options = TrainOptions { weight_decay: 0.01, ..options(4, 1e-2) };
-        // Two batches are as one, and so is what is kept as what is computed again.
+        // Two micro-batches equal one batch, and recomputation equals kept activations.
         for (batches, recompute) in [
             (vec![vec![example(0), example(1)]], Recompute::Layers),
             (vec![vec![example(0)], vec![example(1)]], Recompute::Nothing),
@@ -67,7 +67,7 @@ fn losses_are_those_of_peft() {
     }
 }
 
-/// What was learned is in the files, and what is loaded with them answers so.
+/// The saved adapter has the trained values, and a model loaded with it gives the trained tokens.
 #[test]
 fn an_adapter_is_learned_saved_and_loaded() {
     let engine = load("llama");
@@ -78,7 +78,8 @@ fn an_adapter_is_learned_saved_and_loaded() {
     for _ in 0..40 {
         trainer.step(&batch).expect("a batch");
     }
-    // The frozen head bounds the logits: no adapter makes it less than 0.19. Of three tokens none is below a half.
+    // The frozen output projection bounds the logits, so no adapter gets a loss below 0.19. A loss below 0.23 puts all
+    // three tokens above a probability of one half.
     let (last, tokens) = trainer.loss(&batch[0]).expect("a batch");
     assert!(first.0 > 4.0 && last < 0.23 && tokens == 3, "{first:?} {last}");
     let target = tempfile::tempdir().expect("a folder");
@@ -114,7 +115,7 @@ fn options_that_mean_nothing_are_refused() {
     let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
     assert!(matches!(trainer.step(&[]), Err(TrainError::Model(_))));
     let before = trainer.adapter().expect("numbers");
-    // A rate past all bounds shows at the step after.
+    // With an excessive learning rate the next step diverges.
     let mut wild = Trainer::from_adapter(engine, before, options(4, 1e30)).expect("finite");
     let batch = vec![vec![Example { tokens: vec![5, 6, 7], from: 0 }]];
     wild.step(&batch).expect("the first step has a finite loss");
@@ -140,7 +141,7 @@ fn examples_come_from_files() {
     assert_eq!((plain.from, &plain.tokens[..prompt.len()]), (0, &prompt[..]));
     assert_eq!((pair.from, pair.tokens.last()), (prompt.len(), Some(&eos)));
     assert!(pair.tokens.len() > prompt.len() + 2 && plain.tokens.last() == Some(&eos));
-    // What does not fit is cut, and what is left of it counts only where something is learned.
+    // Long examples are cut, and count only if a learned token is left.
     let data = open("b.jsonl", lines, prompt.len()).expect("examples");
     assert_eq!((data.examples.len(), data.cut, data.left_out), (1, 1, 1));
     let text = "Once upon a time there was a little dog. ".repeat(9);
