@@ -1,18 +1,18 @@
-//! Panics of threads beside the one that was asked.
+//! Detects panics on other threads than the main thread.
 //!
-//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on a thread of its own. One that panics there leaves what it
-//! should have written as it was, and who reads that is not told. What such a panic prints is on standard error; that a
-//! command ended well is then not said.
+//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on its own thread. After a panic there, output buffers keep
+//! their old contents, and a later read reports no error. The panic message goes to standard error. [`check`] then makes
+//! the command fail.
 
 use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 static SEEN: AtomicBool = AtomicBool::new(false);
-/// Whether panics are answers. They are printed all the same, for they have the reason.
+/// True while panics are expected and do not count as failures. They are still printed, because they contain the reason.
 static ASKED: AtomicBool = AtomicBool::new(false);
 
-/// From now on remembers panics of all threads but this.
+/// Starts to record panics of all threads except the calling one.
 pub(crate) fn watch() {
     let (own, before) = (thread::current().id(), panic::take_hook());
     panic::set_hook(Box::new(move |info| {
@@ -23,7 +23,8 @@ pub(crate) fn watch() {
     }));
 }
 
-/// Opens devices. A broken driver makes CubeCL panic when it is opened, which `open` reports.
+/// Runs `open`, which opens devices. A broken driver makes CubeCL panic; such a panic does not count, because `open`
+/// reports the failure.
 pub(crate) fn expected<T>(open: impl FnOnce() -> T) -> T {
     ASKED.store(true, Ordering::Relaxed);
     let opened = open();
@@ -31,6 +32,8 @@ pub(crate) fn expected<T>(open: impl FnOnce() -> T) -> T {
     opened
 }
 
+/// Checks for recorded panics.
+///
 /// # Errors
 /// A thread panicked.
 pub(crate) fn check() -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! `flashover plan`: what a model takes, before it is loaded.
+//! `flashover plan`: estimates the memory that a model needs, without loading it.
 
 use anyhow::bail;
 use clap::ValueEnum;
@@ -13,22 +13,23 @@ use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
 pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
-    /// Sequences that decode together; without it 1, or what the preset wants and the device has room for
+    /// Sequences that run together [default: 1, or the choice of --preset]
     #[arg(long, short = 'b')]
     batch: Option<usize>,
-    /// Positions of each, of prompt and answer; without it 2048, 512 to train, or the preset's, or as many as the model has
+    /// Tokens per sequence, prompt and output [default: 2048, 512 for training, or that of the preset; at most the model's context]
     #[arg(long, short = 'c')]
     context: Option<usize>,
-    /// Work out precision and batch for code-generation, inference, latency or training
+    /// Choose precision and batch for a use, unless --quant and --batch set them: code-generation, inference, latency or
+    /// training
     #[arg(long)]
     preset: Option<Preset>,
-    /// Plan for training in place of generating
+    /// Plan for training instead of generation
     #[arg(long, value_enum)]
     train: Option<Train>,
-    /// With --train, plan for gradients of several batches that make up a step
+    /// With --train, plan for gradients accumulated over several batches per step
     #[arg(long, requires = "train")]
     accumulate: bool,
-    /// With --train, keep what a layer computes in place of computing it again
+    /// With --train, keep activations instead of recomputing them in the backward pass
     #[arg(long, requires = "train")]
     keep_activations: bool,
     #[command(flatten)]
@@ -38,20 +39,21 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// What is trained.
+/// Weights that training updates.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Train {
+    /// A LoRA adapter
     Lora,
 }
 
-/// Positions where nobody says.
+/// Default context length for generation, in tokens.
 const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.train.is_none() && args.lora.are_given() {
         bail!("only training has an adapter to plan\nhint: --train lora");
     }
-    // A card that is described need not be there.
+    // A recorded profile needs no device.
     let profile = match args.of.load.described()? {
         Some(profile) => profile,
         None => args.of.load.open()?.profile().clone(),
@@ -84,7 +86,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Plans the workload that is asked for; what nobody asks for is the preset's, or usual.
+/// Plans the requested workload. Values that are not requested come from the preset, else the context is `usual` and the
+/// batch is 1.
 fn planned(
     args: &Args,
     options: &EngineOptions,
@@ -93,7 +96,7 @@ fn planned(
 ) -> Result<Plan, LoadError> {
     let context = match (args.context, args.preset.map_or(usual, Preset::context)) {
         (Some(context), _) => context,
-        // A model may have fewer.
+        // The context of the model may be shorter.
         (None, usual) => match plan(options, Workload::new(1, usual)) {
             Ok(_) => usual,
             Err(why) => why.context().ok_or(why)?,

@@ -1,4 +1,4 @@
-//! `flashover profile`: where the time of a model goes.
+//! `flashover profile`: reports the time of a model by operator and by layer.
 
 use std::path::PathBuf;
 
@@ -15,29 +15,31 @@ use crate::model_args::SubjectArgs;
 pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
-    /// Tokens of a prompt
+    /// Prompt tokens
     #[arg(short = 'p', long, default_value_t = 128)]
     n_prompt: usize,
-    /// Tokens to generate after it
+    /// Tokens to generate after the prompt
     #[arg(short = 'n', long, default_value_t = 16)]
     n_gen: usize,
-    /// Positions that are there before
+    /// Tokens already in the KV cache
     #[arg(short = 'd', long, default_value_t = 0)]
     n_depth: usize,
     /// Sequences that run together
     #[arg(short = 'b', long, default_value_t = 1)]
     batch: usize,
-    /// Also write every span, launch and reading of memory, for Perfetto or chrome://tracing
+    /// Also write a trace of every span, kernel launch and memory reading, for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// How it is printed
+    /// Output format
     #[arg(short = 'o', long, default_value = "md")]
     output: Format,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
+    /// Markdown tables
     Md,
+    /// One JSON object
     Json,
 }
 
@@ -124,7 +126,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     out
 }
 
-/// Three significant digits, and all that are before the point.
+/// Formats three significant digits, or all digits before the point if they are more.
 fn digits(value: f64) -> String {
     let places = match value > 0.0 {
         true => 2 - value.log10().floor() as i32,
