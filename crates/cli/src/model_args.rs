@@ -52,7 +52,7 @@ pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
-    /// Folder with a LoRA adapter in PEFT format, merged into dense weights but not into 4-bit or 8-bit weights; `train`
+    /// Folder with a LoRA adapter in PEFT format, merged into dense weights but not into 4-bit or 8-bit ones; `train`
     /// continues to train it
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
@@ -89,7 +89,8 @@ pub(crate) enum Subject<'a> {
 pub(crate) struct LoadArgs {
     #[command(flatten)]
     device: DeviceArgs,
-    /// Compute dtype: f32, tf32, f16 or bf16 [default: the dtype of the files, or f32 on a CPU or if the device lacks it]
+    /// Compute dtype: f32, tf32, f16 or bf16 [default: the dtype of the files, or f32 on a CPU or if the device lacks
+    /// it]
     #[arg(long, value_parser = dtype)]
     dtype: Option<Compute>,
     #[arg(long, value_parser = quant, help = quant_help())]
@@ -101,7 +102,8 @@ pub(crate) struct LoadArgs {
     /// exact, and faster only if outliers are rare
     #[arg(long)]
     int8_activations: bool,
-    /// Maximum context length in tokens, even beyond config.json [default: that of config.json, extended by RoPE scaling]
+    /// Maximum context length in tokens, even beyond config.json [default: that of config.json, extended by RoPE
+    /// scaling]
     #[arg(long, value_name = "POSITIONS")]
     max_context: Option<NonZeroUsize>,
     /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
@@ -129,8 +131,8 @@ struct BudgetArgs {
 /// Choice of precision by use.
 #[derive(clap::Args)]
 pub(crate) struct PresetArgs {
-    /// Choose the precision that suits a use and fits the device, unless --quant is given: code-generation, inference or
-    /// latency
+    /// Choose the precision that suits a use and fits the device, unless --quant is given: code-generation, inference
+    /// or latency
     #[arg(long)]
     pub(crate) preset: Option<Preset>,
 }
@@ -235,7 +237,7 @@ pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
     anyhow!("cannot read standard input: {why}\nhint: pipe text in UTF-8 into it")
 }
 
-/// Parses a size such as `14GiB`, `512 MiB`, `2GB`, `1.5G`, or a number of bytes. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
+/// Parses a size in bytes: `14GiB`, `512 MiB`, `2GB`, `1.5G` or `4096`. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
 fn size(text: &str) -> Result<u64, String> {
     let bad = || format!("`{text}` is no size\nhint: such as 14GiB, 512MiB, 2GB or 4096");
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -511,8 +513,8 @@ impl SubjectArgs {
         Ok(())
     }
 
-    /// Loads the model with a progress bar, or generates random weights. Refuses `target`, an output file, if it is one of
-    /// the model's files.
+    /// Loads the model with a progress bar, or generates random weights. Refuses `target`, an output file, if it is one
+    /// of the model's files.
     pub(crate) fn engine(
         &self,
         device: &Device,

@@ -1,15 +1,16 @@
 //! Detects panics on other threads than the main thread.
 //!
-//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on its own thread. After a panic there, output buffers keep
-//! their old contents, and a later read reports no error. The panic message goes to standard error. [`check`] then makes
-//! the command fail.
+//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on its own thread. After a panic there, output buffers
+//! keep their old contents, and a later read reports no error. The panic message goes to standard error. [`check`] then
+//! makes the command fail.
 
 use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 static SEEN: AtomicBool = AtomicBool::new(false);
-/// True while panics are expected and do not count as failures. They are still printed, because they contain the reason.
+/// True while panics are expected and do not count as failures. They are still printed, because they contain the
+/// reason.
 static ASKED: AtomicBool = AtomicBool::new(false);
 
 /// Starts to record panics of all threads except the calling one.

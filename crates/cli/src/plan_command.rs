@@ -16,11 +16,12 @@ pub(crate) struct Args {
     /// Sequences that run together [default: 1, or the choice of --preset]
     #[arg(long, short = 'b')]
     batch: Option<usize>,
-    /// Tokens per sequence, prompt and output [default: 2048, 512 for training, or that of the preset; at most the model's context]
+    /// Tokens per sequence, prompt plus output [default: 2048, for training 512, with --preset its own; at most the
+    /// context of the model]
     #[arg(long, short = 'c')]
     context: Option<usize>,
-    /// Choose precision and batch for a use, unless --quant and --batch set them: code-generation, inference, latency or
-    /// training
+    /// Choose precision and batch for a use, unless --quant and --batch set them: code-generation, inference, latency
+    /// or training
     #[arg(long)]
     preset: Option<Preset>,
     /// Plan for training instead of generation
@@ -86,8 +87,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Plans the requested workload. Values that are not requested come from the preset, else the context is `usual` and the
-/// batch is 1.
+/// Plans the requested workload. Values that are not requested come from the preset, else the context is `usual` and
+/// the batch is 1.
 fn planned(
     args: &Args,
     options: &EngineOptions,

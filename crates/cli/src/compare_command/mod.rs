@@ -248,8 +248,8 @@ impl Report {
         }
     }
 
-    /// Fails with exit code 1 if a backend failed or refused every precision. A backend may refuse one precision if it has
-    /// results in another. Tokens that differ are not a failure.
+    /// Fails with exit code 1 if a backend failed or refused every precision. A backend may refuse one precision if it
+    /// has results in another. Tokens that differ are not a failure.
     fn verdict(&self) -> Result<()> {
         let answers =
             |on: Backend| self.rows.iter().any(|r| r.backend == on && r.failure.is_none());

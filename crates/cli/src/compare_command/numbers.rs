@@ -187,8 +187,8 @@ pub(super) struct Windows {
 }
 
 impl Windows {
-    /// Splits `ids`, and repeats the tokenizer's leading special tokens in each window. `empty` is the encoding of an empty
-    /// text.
+    /// Splits `ids`, and repeats the tokenizer's leading special tokens in each window. `empty` is the encoding of an
+    /// empty text.
     pub(super) fn new(ids: &[u32], empty: &[u32], size: usize) -> Self {
         let head = ids.iter().zip(empty).take_while(|(a, b)| a == b).count();
         let (first, text) = ids.split_at(head);

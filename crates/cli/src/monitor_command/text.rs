@@ -76,8 +76,8 @@ impl Screen {
         self.drawn(time, readings, rows.into(), columns.into())
     }
 
-    /// Draws a sample over the previous one and clears the rest of it. Cuts off lines beyond the height of the terminal,
-    /// because the cursor cannot return to lines that have scrolled away.
+    /// Draws a sample over the previous one and clears the rest of it. Cuts off lines beyond the height of the
+    /// terminal, because the cursor cannot return to lines that have scrolled away.
     fn drawn(&mut self, time: &str, readings: &[Reading], rows: usize, columns: usize) -> String {
         let text = blocks(time, readings, columns);
         let mut frame = match self.lines {

@@ -1,4 +1,4 @@
-//! Models by name, from a server on this machine.
+//! Tests models by name with a Hub server on localhost.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use crate::demo;
 use crate::server::{Manners, Models, Server, files};
 
-/// A server with the demo model, and a home of its own for what is downloaded.
+/// A server with the demo model, and a separate home folder for downloads.
 struct Place {
     server: Server,
     home: tempfile::TempDir,

@@ -1,4 +1,4 @@
-//! `flashover monitor`, on a machine of any kind.
+//! Tests `flashover monitor` on any machine.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -74,7 +74,7 @@ fn ctrl_c_and_a_closed_pipe_end_it_quietly() {
         let done = child.wait_with_output().expect("ends");
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(0), "{said}");
-        // Mesa's loader says what it misses by itself.
+        // Mesa's loader prints its own warnings.
         let mut ours = said.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR"));
         assert!(ours.all(|line| !line.contains("error") && !line.contains("panicked")), "{said}");
     }
