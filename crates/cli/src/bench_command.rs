@@ -67,7 +67,9 @@ const MOST: usize = 1000;
 /// Parses a comma-separated list of sizes and ranges: `512`, `64-512*2`, `128-512+128`.
 fn sizes(text: &str) -> Result<Sizes, String> {
     let bad = |part: &str| {
-        format!("`{part}` is no size and no range\nhint: such as 512, 64-512*2 or 128-512+128")
+        format!(
+            "expected a size or a range, got `{part}`\nhint: such as 512, 64-512*2 or 128-512+128"
+        )
     };
     let mut all = Vec::new();
     for part in text.split(',') {
@@ -89,7 +91,9 @@ fn sizes(text: &str) -> Result<Sizes, String> {
         }
         while size <= last {
             if all.len() == MOST {
-                return Err(format!("`{part}` is more than {MOST} sizes\nhint: larger steps"));
+                return Err(format!(
+                    "expected at most {MOST} sizes, got more at `{part}`\nhint: use larger steps"
+                ));
             }
             all.push(size);
             size = size * times + step;
@@ -139,15 +143,17 @@ struct Row {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tests = tests(args);
     if tests.is_empty() {
-        bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");
+        bail!("no test to measure\nhint: set -p or -n, and --batch, above 0");
     }
     if let Some(most) = args.find_batch {
         match args.batch.0[..] {
             [begin] if begin <= most as usize => {}
             [begin] => bail!(
-                "--batch {begin} is above --find-batch {most}\nhint: the search begins at --batch and ends at --find-batch"
+                "--batch {begin} is above --find-batch {most}\nhint: the search starts at --batch and ends at --find-batch"
             ),
-            _ => bail!("--find-batch begins at one batch\nhint: one number for --batch"),
+            _ => bail!(
+                "--find-batch expects one start, got several in --batch\nhint: give --batch one number"
+            ),
         }
     }
     let file = args.trace.file()?;
@@ -186,7 +192,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     found.iter().for_each(|(test, found)| command::note!("{}", best(*test, most, found)));
     match found.iter().find(|(_, found)| found.batch == 0) {
         Some((test, _)) => bail!(
-            "not one sequence of {} fits\nhint: fewer tokens, a larger budget, or --quant nf4",
+            "{} does not fit, even with one sequence\nhint: use fewer tokens, a larger memory budget or --quant nf4",
             test.name()
         ),
         None => Ok(()),
@@ -218,7 +224,7 @@ fn is_memory(why: &anyhow::Error) -> bool {
 /// Formats the best batch and the reasons against larger ones.
 fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
     if found.batch == 0 {
-        return format!("{}: not one sequence fits", test.name());
+        return format!("{}: does not fit, even with one sequence", test.name());
     }
     let larger = || found.tries.iter().filter(|tried| tried.batch > found.batch);
     let batches = |fits: bool| -> Vec<String> {
@@ -234,7 +240,7 @@ fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
         why.push(format!("do not fit: {}", refused.join(", ")));
     }
     if found.tries.iter().any(|tried| tried.batch == most) {
-        why.push(format!("{most} is the most that was asked for"));
+        why.push(format!("{most} is the limit of --find-batch"));
     }
     format!(
         "{}: best {}, {:.2} tokens/s ({})",
@@ -462,9 +468,9 @@ mod tests {
         let tries = [(8, None), (4, Some(9.0)), (5, Some(8.0)), (7, Some(8.5))];
         let all = "pp16: best 4, 9.00 tokens/s (not faster: 5, 7; do not fit: 8)";
         assert_eq!(said(4, 64, &tries), all);
-        let end = "pp16: best 4, 9.00 tokens/s (4 is the most that was asked for)";
+        let end = "pp16: best 4, 9.00 tokens/s (4 is the limit of --find-batch)";
         assert_eq!(said(4, 4, &[(3, Some(8.0)), (4, Some(9.0))]), end);
-        assert_eq!(said(0, 4, &[(1, None)]), "pp16: not one sequence fits");
+        assert_eq!(said(0, 4, &[(1, None)]), "pp16: does not fit, even with one sequence");
     }
 
     #[test]

@@ -150,7 +150,7 @@ fn several(
     let answers = engine.generate_each_with(&[(prompt, request)], completions.into(), |step| {
         bar.inc(u64::from(step.token.is_some()));
         ended += u16::from(step.finish_reason.is_some());
-        bar.set_message(format!("{ended} of {completions} answers"));
+        bar.set_message(format!("{ended} of {completions} completions"));
         if interrupt::came() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     bar.finish_and_clear();
@@ -158,8 +158,11 @@ fn several(
     for (at, answer) in answers.iter().flatten().enumerate() {
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
         all += ids.len();
-        ends +=
-            &format!("answer {at}: {} tokens; {}\n", ids.len(), reason(Some(answer.finish_reason)));
+        ends += &format!(
+            "completion {at}: {} tokens; {}\n",
+            ids.len(),
+            reason(Some(answer.finish_reason))
+        );
         if text {
             shown += &format!("--- {at}\n{}\n", answer.text.as_deref().unwrap_or_default());
         } else {
@@ -170,7 +173,7 @@ fn several(
     command::print(&shown)?;
     let seconds = begin.elapsed().as_secs_f64();
     command::note!(
-        "{ends}loaded in {load:.1} s; {completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
+        "{ends}loaded in {load:.1} s; {completions} completions of a prompt of {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s in total",
         prompt.len(),
         all as f64 / seconds
     );
@@ -204,7 +207,7 @@ fn summary(
     let why = reason(end);
     let rate = tokens.saturating_sub(1) as f64 / (all - first).max(1e-9);
     format!(
-        "{} of prompt, first token after {:.0} ms; {}, {rate:.1} tokens/s after the first; {why}",
+        "prompt of {}, first token after {:.0} ms; {} generated, {rate:.1} tokens/s in decode; {why}",
         command::count(prompt, "token"),
         first * 1e3,
         command::count(tokens, "token")
@@ -214,10 +217,10 @@ fn summary(
 /// Describes why a completion ended.
 const fn reason(end: Option<FinishReason>) -> &'static str {
     match end {
-        Some(FinishReason::Eos) => "the model ended",
-        Some(FinishReason::Stop) => "a stop came up",
-        Some(FinishReason::Length) => "as many as asked for",
-        Some(FinishReason::Context) => "the context is full",
+        Some(FinishReason::Eos) => "end-of-sequence token",
+        Some(FinishReason::Stop) => "stop sequence",
+        Some(FinishReason::Length) => "max_new_tokens reached",
+        Some(FinishReason::Context) => "context full",
         Some(FinishReason::Cancelled) | None => "stopped",
     }
 }
@@ -238,7 +241,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let engine = engine.map_err(|why| {
         match why.downcast_ref::<LoadError>().and_then(LoadError::context) {
             Some(most) => anyhow!(
-                "a context of {context}, where the model has {most} positions\nhint: --context {most}, or less"
+                "expected a context of at most {most} tokens, got {context}\nhint: use --context {most} or less"
             ),
             None => why,
         }
@@ -255,7 +258,9 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
             // A user at a terminal has seen the note for each dropped message.
             if unanswered > 0 && !terminal {
                 let messages = command::count(unanswered, "message");
-                bail!("{messages} had no answer\nhint: shorter ones, or a larger --context");
+                bail!(
+                    "{messages} dropped because of the context length\nhint: send shorter messages or use a larger --context"
+                );
             }
             return Ok(());
         }
@@ -267,7 +272,9 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         let begin = Stopwatch::start();
         let mut answer = match conversation.send(line) {
             Err(GenerateError::MessageTooLong { need, context }) => {
-                command::note!("the message is dropped: it takes {need} positions, of {context}");
+                command::note!(
+                    "warning: message dropped: it takes {need} tokens, and the context has {context}"
+                );
                 unanswered += 1;
                 continue;
             }
@@ -276,7 +283,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         let first = begin.elapsed().as_secs_f64();
         if answer.dropped_messages() > 0 {
             command::note!(
-                "the conversation outgrew {context} positions: its first {} messages are dropped",
+                "note: the conversation exceeds the context of {context} tokens, its first {} messages are dropped",
                 answer.dropped_messages()
             );
         }

@@ -58,8 +58,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let count = logits.iter().filter(|logit| logit.is_nan()).count();
         let (all, token) = (logits.len(), first / engine.config().vocab);
         bail!(
-            "{count} of {all} logits are NaN, the first after token {token}; they are written all the same\nhint: f32 and \
-             bf16 reach further than f16, which ends at 65504; where it is not that, the weights hold NaN"
+            "{count} of {all} logits are NaN, the first after token {token}; the file is still written\nhint: f16 \
+             overflows above 65504, so use --dtype f32 or bf16; otherwise look for NaN in the weights"
         );
     }
     Ok(())

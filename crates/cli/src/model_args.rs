@@ -215,7 +215,7 @@ pub(crate) fn standard_input() -> anyhow::Result<String> {
 /// Reads the text file that is the value of `flag`.
 pub(crate) fn text_file(file: &Path, flag: &str) -> anyhow::Result<String> {
     File::open(file).and_then(text_of).map_err(|why| {
-        anyhow!("cannot read {}: {why}\nhint: {flag} names a file in UTF-8", file.display())
+        anyhow!("cannot read {}: {why}\nhint: {flag} expects a text file in UTF-8", file.display())
     })
 }
 
@@ -227,19 +227,23 @@ fn text_of(from: impl Read) -> io::Result<String> {
     let mut bytes = Vec::new();
     from.take(TEXT_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > TEXT_BYTES {
-        return Err(io::Error::other(format!("it has more than {} MiB", TEXT_BYTES >> 20)));
+        return Err(io::Error::other(format!("the text is larger than {} MiB", TEXT_BYTES >> 20)));
     }
     String::from_utf8(bytes).map_err(|why| io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
 /// Returns the error for standard input that is not readable text.
 pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
-    anyhow!("cannot read standard input: {why}\nhint: pipe text in UTF-8 into it")
+    anyhow!("cannot read standard input: {why}\nhint: pipe UTF-8 text into it")
 }
 
 /// Parses a size in bytes: `14GiB`, `512 MiB`, `2GB`, `1.5G` or `4096`. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
 fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("`{text}` is no size\nhint: such as 14GiB, 512MiB, 2GB or 4096");
+    let bad = || {
+        format!(
+            "expected a size, got `{text}`\nhint: such as 14GiB, 512MiB, 2GB, or 4096 for bytes"
+        )
+    };
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let scale: f64 = match unit.trim().to_ascii_lowercase().as_str() {
@@ -263,13 +267,16 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("`{text}` is no whole number\nhint: 0 or more"))
+    text.parse().map_err(|_| {
+        format!("expected an integer of 0 or more, got `{text}`\nhint: such as 0 or 40")
+    })
 }
 
 /// Parses a token id. Spaces around it are allowed.
 pub(crate) fn token(text: &str) -> Result<u32, String> {
-    let bad =
-        || format!("`{text}` is no token id\nhint: numbers with commas between, such as 1,2,3");
+    let bad = || {
+        format!("expected a token id, got `{text}`\nhint: separate ids with commas, such as 1,2,3")
+    };
     text.trim().parse().map_err(|_| bad())
 }
 
@@ -285,17 +292,17 @@ fn dtype(text: &str) -> Result<Compute, String> {
 
 fn quant(text: &str) -> Result<WeightFormat, String> {
     let known = || WeightFormat::alternatives(WeightFormat::at_load());
-    let bad = || format!("unknown quantisation `{text}`\nhint: {}", known());
+    let bad = || format!("unknown quantisation `{text}`\nhint: use {}", known());
     WeightFormat::at_load().find(|quant| quant.name() == text).ok_or_else(bad)
 }
 
 fn quant_help() -> String {
     let known = WeightFormat::alternatives(WeightFormat::at_load());
-    format!("Quantise the matrices of the layers at load: {known}")
+    format!("Quantise the weights of the layers at load: {known} [default: as in the files]")
 }
 
 fn kv_format(text: &str) -> Result<KvFormat, String> {
-    let bad = || format!("unknown format of keys and values `{text}`\nhint: float or int8");
+    let bad = || format!("unknown KV cache format `{text}`\nhint: use float or int8");
     KvFormat::ALL.into_iter().find(|format| format.name() == text).ok_or_else(bad)
 }
 
@@ -320,7 +327,9 @@ impl DeviceArgs {
         };
         let device = match backend {
             Some(backend) => Device::open_nth(backend, self.device)?,
-            None if self.device > 0 => bail!("--device needs a back end\nhint: --backend cuda"),
+            None if self.device > 0 => {
+                bail!("--device needs a backend\nhint: add one, such as --backend cuda")
+            }
             None => panics::expected(Device::auto)?,
         };
         Ok(match &self.profile {
@@ -356,7 +365,9 @@ impl HubArgs {
             bar.set_message(progress.file.to_owned());
         });
         bar.finish_and_clear();
-        folder.with_context(|| format!("there is no folder {name} here, and on the Hub"))
+        folder.with_context(|| {
+            format!("{name} is not a local folder, and the Hub did not provide it")
+        })
     }
 }
 
@@ -416,7 +427,7 @@ impl ModelArgs {
     ) -> anyhow::Result<EngineOptions> {
         if preset == Preset::Training {
             bail!(
-                "preset {preset} is for training\nhint: --preset code-generation, inference or latency"
+                "preset {preset} is only for `train` and `plan`\nhint: use --preset code-generation, inference or latency"
             );
         }
         let chosen =
@@ -439,7 +450,7 @@ pub(crate) fn all_spared(
     let is_target = |file: &PathBuf| OutFile::new(file).is_ok_and(|file| file.is_same(target));
     match files.into_iter().find(is_target) {
         Some(file) => {
-            bail!("{} is read and written\nhint: name another file to write", file.display())
+            bail!("{} is read and written\nhint: choose another output file", file.display())
         }
         None => Ok(()),
     }
@@ -544,7 +555,7 @@ impl LoadArgs {
         let folder = folder.with_max_context(positions.get())?;
         if let Some(made_for) = made_for.filter(|most| positions.get() > *most) {
             command::note!(
-                "warning: the model was made for {made_for} positions; answers past them may be poor"
+                "warning: the model has a context of {made_for} tokens; output beyond it may be poor"
             );
         }
         Ok(folder)
@@ -605,7 +616,7 @@ impl SamplingArgs {
         if let (true, Some((name, _))) =
             (sampling.temperature == 0.0, given.iter().find(|(_, given)| *given))
         {
-            bail!("{name} chooses nothing at temperature 0\nhint: --temperature 1 draws");
+            bail!("{name} has no effect at temperature 0\nhint: add --temperature 1 to sample");
         }
         sampling.check()?;
         request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
@@ -632,10 +643,10 @@ mod tests {
     #[test]
     fn a_text_that_does_not_end_is_refused() {
         let refused = |why: io::Result<String>| why.expect_err("no text").to_string();
-        assert_eq!(refused(text_of(io::repeat(b'x'))), "it has more than 64 MiB");
+        assert_eq!(refused(text_of(io::repeat(b'x'))), "the text is larger than 64 MiB");
         // The limit cuts a character.
         let long = io::repeat(b'x').take(TEXT_BYTES).chain("\u{2581}".as_bytes());
-        assert_eq!(refused(text_of(long)), "it has more than 64 MiB");
+        assert_eq!(refused(text_of(long)), "the text is larger than 64 MiB");
         assert!(refused(text_of(&[0xc3][..])).contains("utf-8"));
         assert_eq!(text_of("\u{2581}x".as_bytes()).ok().as_deref(), Some("\u{2581}x"));
         let most = text_of(io::repeat(b'x').take(TEXT_BYTES));

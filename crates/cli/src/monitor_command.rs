@@ -44,14 +44,16 @@ fn interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| SECONDS.contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| {
         let (least, most) = (SECONDS.start(), SECONDS.end());
-        format!("`{text}` is no interval\nhint: seconds from {least} to {most}, such as 0.5")
+        format!(
+            "expected an interval, got `{text}`\nhint: seconds from {least} to {most}, such as 0.5"
+        )
     })
 }
 
 fn count(text: &str) -> Result<u64, String> {
     let samples = text.parse::<u64>().ok().filter(|samples| *samples > 0);
     samples.ok_or_else(|| {
-        format!("`{text}` is no number of samples\nhint: 1 or more; without --count until Ctrl-C")
+        format!("expected a number of samples, got `{text}`\nhint: 1 or more; without --count the command runs until Ctrl-C")
     })
 }
 
@@ -92,7 +94,9 @@ impl Shown {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.prometheus && args.count.is_some_and(|count| count > 1) {
         // The format allows the description of a metric only once.
-        bail!("--prometheus is one sample\nhint: leave --count out, and run it for each");
+        bail!(
+            "--prometheus expects at most one sample\nhint: leave out --count and run the command once per sample"
+        );
     }
     let stop = interrupts()?;
     let mut shown = Shown::of(args);
@@ -111,7 +115,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 let named =
                     readings.iter().map(|Reading { index, name, .. }| format!("{index} is {name}"));
                 let known = named.collect::<Vec<_>>().join(", ");
-                bail!("there is no device {index}\nhint: {known}");
+                bail!("unknown device {index}\nhint: {known}");
             }
             readings.retain(|reading| reading.index == index);
         }

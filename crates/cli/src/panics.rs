@@ -40,8 +40,8 @@ pub(crate) fn expected<T>(open: impl FnOnce() -> T) -> T {
 pub(crate) fn check() -> anyhow::Result<()> {
     if SEEN.load(Ordering::Relaxed) {
         anyhow::bail!(
-            "a kernel was not compiled or did not run, as said above: results are not to be trusted\n\
-             hint: another --backend or --dtype may do; please report what was said"
+            "a kernel failed to compile or run, see the log above; results are invalid\n\
+             hint: try another --backend or --dtype, and report the log"
         );
     }
     Ok(())
@@ -62,6 +62,6 @@ mod tests {
         let beside = thread::spawn(|| panic!("as a kernel may"));
         beside.join().expect_err("it panicked");
         let why = check().expect_err("it was seen").to_string();
-        assert!(why.starts_with("a kernel was not compiled or did not run"), "{why}");
+        assert!(why.starts_with("a kernel failed to compile or run"), "{why}");
     }
 }

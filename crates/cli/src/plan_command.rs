@@ -52,7 +52,7 @@ const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.train.is_none() && args.lora.are_given() {
-        bail!("only training has an adapter to plan\nhint: --train lora");
+        bail!("--lora options need a plan for training\nhint: add --train lora");
     }
     // A recorded profile needs no device.
     let profile = match args.of.load.described()? {
@@ -63,7 +63,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let subject = args.of.subject()?;
     let trains = args.train.is_some() || args.preset == Some(Preset::Training);
     if let Some(other) = args.preset.filter(|preset| trains && *preset != Preset::Training) {
-        bail!("preset {other} is not for training\nhint: --preset training, or leave --train out");
+        bail!(
+            "preset {other} is not for training\nhint: use --preset training, or leave out --train"
+        );
     }
     let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
     let training = trains.then(|| Training {
@@ -83,7 +85,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match plan.fits() {
         true => Ok(()),
         false if trains => Err(PlanError::Memory(Box::new(plan)).into()),
-        false => bail!("it does not fit: {plan}\nhint: {}", plan.advice()),
+        false => bail!("the workload does not fit: {plan}\nhint: {}", plan.advice()),
     }
 }
 
@@ -128,10 +130,10 @@ fn table(plan: &Plan) -> String {
     lines.extend(workload.training.as_ref().map(|own| ("rank", own.lora.rank.to_string())));
     let short = |name: &'static str| name.trim_end_matches(" and gradients");
     lines.extend(plan.parts().map(|(name, part)| (short(name), bytes(part))));
-    lines.push(("together", bytes(plan.peak_bytes())));
-    lines.extend(plan.total_bytes.map(|total| ("of the device", bytes(total))));
+    lines.push(("total", bytes(plan.peak_bytes())));
+    lines.extend(plan.total_bytes.map(|total| ("device memory", bytes(total))));
     lines.push(("reserve", bytes(plan.reserve_bytes)));
-    lines.extend(plan.budget_bytes.map(|budget| ("may be used", bytes(budget))));
+    lines.extend(plan.budget_bytes.map(|budget| ("budget", bytes(budget))));
     lines.push(("largest batch", most(plan.largest_batch)));
     lines.push(("largest context", most(plan.largest_context)));
     lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()

@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         batch: args.batch,
     };
     if test.tokens() == 0 {
-        bail!("there is nothing to profile\nhint: -p or -n, and --batch, above 0");
+        bail!("no tokens to profile\nhint: set -p or -n, and --batch, above 0");
     }
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let device = args.of.load.open()?;
@@ -67,13 +67,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(file) = file {
         file.write(profile.trace.chrome(&device.profile().name).as_bytes())?;
     }
-    Ok(interrupt::check("stopped, when all was measured")?)
+    Ok(interrupt::check("stopped after all measurements")?)
 }
 
 fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     let SpeedTest { prompt, generated, .. } = profile.test;
     let mut out = format!(
-        "{prompt} tokens of a prompt and {generated} generated took {} ms, {:.1}% of it kernels\n",
+        "prefill of {prompt} tokens and decode of {generated} took {} ms, {:.1}% of it in kernels\n",
         milliseconds(profile.wall_ns as u64),
         profile.busy() * 100.0
     );
@@ -100,7 +100,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
             percent(operator.share_of_ceiling(ceilings.gflops, ceilings.gbps)),
         );
     }
-    out += "\n| part | passes | launches | total ms | share | weights MiB | keys and values MiB |\n\
+    out += "\n| part | forwards | launches | total ms | share | weights MiB | KV cache MiB |\n\
             | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
     let mib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
     let memory = profile.memory;
@@ -117,7 +117,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
         );
     }
     out += &format!(
-        "\nmemory: {} MiB in use of {} that pages hold, {} of them free; {} MiB at most\n",
+        "\nmemory: {} MiB in use of {} MiB reserved, {} free; peak {} MiB\n",
         mib(memory.used_bytes),
         mib(memory.reserved_bytes),
         percent(Some(memory.fragmentation())),

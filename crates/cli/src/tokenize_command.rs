@@ -32,7 +32,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(ids) = &args.tokens {
         if let Some(id) = ids.iter().find(|id| !tokenizer.has(**id)) {
             bail!(
-                "the tokenizer has no token {id}\nhint: `flashover tokenize --prompt` prints ids"
+                "the tokenizer has no token {id}\nhint: print valid ids with `flashover tokenize --prompt TEXT`"
             );
         }
         let texts: Vec<String> =

@@ -80,13 +80,13 @@ impl<'a> Task<'a> {
             (None, prompt) => ids(prompt.as_deref().unwrap_or(PROMPT))?,
         };
         if prompt.is_empty() {
-            return Err(usage("the prompt has no tokens", "give one, such as --prompt Once"));
+            return Err(usage("the prompt has no tokens", "give a prompt, such as --prompt Once"));
         }
         let Some(file) = &args.text else { return Ok(Self { model, args, prompt, text: None }) };
         let windows = Windows::new(&ids(&text_file(file, "--text")?)?, &ids("")?, window);
         if windows.scored(&windows.list) == 0 {
             return Err(usage(
-                format!("{} has one token, and perplexity is of those after it", file.display()),
+                format!("expected at least two tokens in {} for perplexity", file.display()),
                 "give a longer text",
             ));
         }
@@ -163,7 +163,7 @@ impl<'a> Task<'a> {
         }
         let perplexity = (sum / windows.scored(&windows.list) as f64).exp();
         if !perplexity.is_finite() {
-            return Err(format!("the perplexity is {perplexity}").into());
+            return Err(format!("expected a finite perplexity, got {perplexity}").into());
         }
         Ok(Some(perplexity))
     }

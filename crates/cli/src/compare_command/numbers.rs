@@ -19,7 +19,7 @@ impl Logits {
     /// The shape is wrong, or a logit is not finite; the message names its position.
     pub(super) fn new(vocab: usize, values: Vec<f32>) -> Result<Self, String> {
         if vocab == 0 || values.len() % vocab != 0 {
-            return Err(format!("{} logits are no rows of {vocab}", values.len()));
+            return Err(format!("expected rows of {vocab} logits, got {} in total", values.len()));
         }
         match values.iter().position(|value| !value.is_finite()) {
             Some(at) => Err(format!("the logits after token {} hold {}", at / vocab, values[at])),
@@ -32,14 +32,17 @@ impl Logits {
     /// # Errors
     /// As [`Logits::new`]; the file is not in safetensors or has another shape or dtype.
     pub(super) fn read(bytes: &[u8], positions: usize) -> Result<Self, String> {
-        let file = SafeTensors::deserialize(bytes).map_err(|why| format!("no logits: {why}"))?;
-        let tensor = file.tensor("logits").map_err(|why| format!("no logits: {why}"))?;
+        let file =
+            SafeTensors::deserialize(bytes).map_err(|why| format!("cannot read logits: {why}"))?;
+        let tensor = file.tensor("logits").map_err(|why| format!("cannot read logits: {why}"))?;
         let &[rows, vocab] = tensor.shape() else {
-            return Err(format!("logits of shape {:?}", tensor.shape()));
+            return Err(format!("expected logits [tokens, vocab], got {:?}", tensor.shape()));
         };
         if rows != positions || tensor.dtype() != Dtype::F32 {
             let dtype = tensor.dtype();
-            return Err(format!("logits of {rows} tokens in {dtype:?}, not {positions} in F32"));
+            return Err(format!(
+                "expected logits of {positions} tokens in F32, got {rows} in {dtype:?}"
+            ));
         }
         let values = tensor.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
         Self::new(vocab, values.collect())
@@ -110,7 +113,7 @@ pub(super) fn agreement(
     let shape = |answer: Answer<'_>| [answer.logits.positions(), answer.logits.vocab()];
     if shape(reference) != shape(here) {
         return Err(format!(
-            "logits {:?} where the reference has {:?}",
+            "expected logits {1:?} as in the reference, got {0:?}",
             shape(here),
             shape(reference)
         ));
@@ -281,7 +284,7 @@ mod tests {
         assert_eq!((short.equal_tokens, short.divergence), (1, None), "nothing to set against");
         let other = logits(4, &[0.0; 12]);
         let error = agreement(2, answer(&[2], &theirs), answer(&[2], &other)).unwrap_err();
-        assert_eq!(error, "logits [3, 4] where the reference has [4, 3]");
+        assert_eq!(error, "expected logits [4, 3] as in the reference, got [3, 4]");
     }
 
     #[test]
@@ -325,9 +328,9 @@ mod tests {
         for (bytes, want) in [
             (file(&[2, 2], &[1.0, 2.0, f32::NAN, 4.0]), "the logits after token 1 hold NaN"),
             (file(&[2, 2], &[f32::NEG_INFINITY, 2.0, 1.0, 4.0]), "after token 0 hold -inf"),
-            (file(&[1, 4], &values), "logits of 1 tokens in F32, not 2 in F32"),
-            (file(&[4], &values), "logits of shape [4]"),
-            (b"none".to_vec(), "no logits: "),
+            (file(&[1, 4], &values), "expected logits of 2 tokens in F32, got 1 in F32"),
+            (file(&[4], &values), "expected logits [tokens, vocab], got [4]"),
+            (b"none".to_vec(), "cannot read logits: "),
         ] {
             let error = Logits::read(&bytes, 2).unwrap_err();
             assert!(error.contains(want), "{error}");

@@ -65,7 +65,7 @@ impl Model<'_> {
             command::note!("{on}: {line}");
         }
         let printed = String::from_utf8_lossy(&output.stdout);
-        Ok(ids(&printed).map_err(|why| format!("generate printed no tokens: {why}"))?)
+        Ok(ids(&printed).map_err(|why| format!("cannot parse the output of generate: {why}"))?)
     }
 
     /// Computes the logits after each token. Each window starts from an empty KV cache.
@@ -91,7 +91,8 @@ impl Model<'_> {
         let (prompt, generated) = (prompt.to_string(), generated.to_string());
         let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--output", "json"];
         let output = self.run(on, "bench", &tests)?;
-        Ok(speed(&output.stdout).map_err(|why| format!("bench printed something else: {why}"))?)
+        Ok(speed(&output.stdout)
+            .map_err(|why| format!("cannot parse the output of bench: {why}"))?)
     }
 
     fn run(&self, on: Subject, name: &str, more: &[&str]) -> Result<Output, Failure> {
@@ -163,7 +164,7 @@ fn list(ids: &[u32]) -> String {
 /// Parses ids that [`list`] formatted. An empty line contains no ids.
 fn ids(printed: &str) -> Result<Vec<u32>, String> {
     let parts = printed.trim().split(',').filter(|part| !part.is_empty());
-    parts.map(|id| id.parse().map_err(|_| format!("`{id}` is no id"))).collect()
+    parts.map(|id| id.parse().map_err(|_| format!("expected a token id, got `{id}`"))).collect()
 }
 
 #[cfg(test)]
@@ -185,7 +186,7 @@ mod tests {
     fn ids_are_read_as_they_are_written() {
         assert_eq!(ids(&(list(&[1, 22, 3]) + "\n")), Ok(vec![1, 22, 3]));
         assert_eq!(ids("\n"), Ok(vec![]));
-        assert_eq!(ids("1,Once").unwrap_err(), "`Once` is no id");
+        assert_eq!(ids("1,Once").unwrap_err(), "expected a token id, got `Once`");
     }
 
     #[test]

@@ -22,7 +22,8 @@ fn facts(report: &Report) -> String {
     out += &format!(": a prompt of {}", tokens(prompt.len()));
     if let Some(text) = text {
         let scored = tokens(text.scored_tokens);
-        out += &format!("; perplexity of {scored} of {}, in windows of {}", text.file, text.window);
+        out +=
+            &format!("; perplexity over {scored} of {}, in windows of {}", text.file, text.window);
     }
     out + "\n"
 }
@@ -88,22 +89,22 @@ fn rate(rate: Rate) -> String {
 
 /// Explains the lines of the table, or why some are missing.
 fn reading(report: &Report) -> String {
-    let Some(name) = &report.reference else { return "No backend answered.\n".into() };
+    let Some(name) = &report.reference else { return "No backend has results.\n".into() };
     let mut agreements = report.rows.iter().filter_map(|row| row.agreement.as_ref()).peekable();
     let Some(first) = agreements.peek() else {
-        return format!("Only {name} answered: there is nothing to compare it with.\n");
+        return format!("Only {name} has results, so the comparison is empty.\n");
     };
     let passed = report.prompt.len() + first.greedy_tokens.saturating_sub(1);
     let mut out = String::new();
     if agreements.any(|agreement| agreement.divergence.is_some()) {
         out += &format!(
-            "- first difference: the token of {name} / of the other; logit gap: by how much each leads the other, in \
-             the logits of its own side\n"
+            "- first difference: token of {name} / of the subject; logit gap: logit of the chosen token \
+             minus that of the other side's token, on each side\n"
         );
     }
     out + &format!(
         "- KL mean, KL max: KL({name} || other) in nats; max difference: of two logits, relative to the largest of \
-         {name}; both over the {passed} tokens of the prompt and the answer of {name}\n"
+         {name}; both over the {passed} tokens of the prompt and the greedy output of {name}\n"
     )
 }
 

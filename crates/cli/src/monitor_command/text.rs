@@ -106,7 +106,7 @@ pub(super) fn blocks(time: &str, readings: &[Reading], width: usize) -> String {
         for lack in &reading.lacks {
             let names: Vec<&str> = lack.quantities.iter().copied().map(Quantity::name).collect();
             let what = format!("{}: {}", names.join(", "), lack.said);
-            text += &wrapped(&format!("   {:<11}  ", "lacks"), &what, width);
+            text += &wrapped(&format!("   {:<11}  ", "unavailable"), &what, width);
             if can_be_helped(lack.why) {
                 text += &wrapped("   hint: ", &lack.hint, width);
             }
@@ -142,7 +142,7 @@ fn measured(reading: &Reading) -> Vec<(&'static str, String)> {
     let clocks = of(mhz(r.sm_clock_mhz), mhz(r.sm_clock_max_mhz), "MHz");
     let memory_clock = r.memory_clock_mhz.map(|mhz| format!("memory {mhz} MHz"));
     let load = percent("", r.utilisation_percent);
-    let memory_load = percent("memory read or written ", r.memory_utilisation_percent);
+    let memory_load = percent("memory busy ", r.memory_utilisation_percent);
     let reasons = r.throttle_reasons.as_ref().filter(|reasons| !reasons.is_empty());
     let reasons = reasons.map(|all| all.iter().map(|r| r.name()).collect::<Vec<_>>().join(", "));
     let rows = [
@@ -153,7 +153,7 @@ fn measured(reading: &Reading) -> Vec<(&'static str, String)> {
         ("temperature", r.temperature_c.map(|celsius| format!("{celsius} C"))),
         ("fan", r.fan_percent.map(|percent| format!("{percent} %"))),
         ("clocks", joined(clocks, memory_clock)),
-        ("held by", reasons),
+        ("limited by", reasons),
     ];
     rows.into_iter().filter_map(|(label, value)| Some((label, value?))).collect()
 }

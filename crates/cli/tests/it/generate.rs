@@ -35,13 +35,16 @@ fn the_command_writes_tokens_and_logits() {
     let out = run("generate", &["--max-new-tokens", "9", "--ignore-eos", "--temperature", "0"]);
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{}\n", list(&greedy[..9])));
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert!(said.contains("9 tokens, ") && said.ends_with("as many as asked for\n"), "{said}");
+    assert!(
+        said.contains("9 tokens generated, ") && said.ends_with("max_new_tokens reached\n"),
+        "{said}"
+    );
     let more = ["--max-new-tokens", "5", "--ignore-eos", "--completions", "2", "--seed", "3"];
     let out = run("generate", &more);
     let want = list(&greedy[..5]);
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
-    let ends = "answer 0: 5 tokens; as many as asked for\nanswer 1: 5 tokens; as many as asked for\nloaded in ";
+    let ends = "completion 0: 5 tokens; max_new_tokens reached\ncompletion 1: 5 tokens; max_new_tokens reached\nloaded in ";
     assert!(said.contains(ends), "{said}");
     // Dynamic RoPE scaling has no fixed maximum context.
     let dynamic = fixture("llama_dynamic");
@@ -107,7 +110,7 @@ fn logits_that_are_nan_are_written_and_an_error() {
     let out = flashover(&[&args[..], &["--output", output]].concat());
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{said}");
-    let told = "error: 320 of 320 logits are NaN, the first after token 0; they are written all the same\nhint: ";
+    let told = "error: 320 of 320 logits are NaN, the first after token 0; the file is still written\nhint: ";
     assert!(said.contains(told), "{said}");
     let written = Checkpoint::open(output).expect("written");
     let written = written.tensor("logits").expect("there");
@@ -149,8 +152,11 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
     let out = chat(&lines, &["--context", "110", "--ignore-eos"]);
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{said}");
-    assert!(said.contains("outgrew 110 positions: its first 2 messages are dropped"), "{said}");
-    assert_eq!(said.matches(" tokens of prompt, ").count(), 6, "{said}");
+    assert!(
+        said.contains("exceeds the context of 110 tokens, its first 2 messages are dropped"),
+        "{said}"
+    );
+    assert_eq!(said.matches("prompt of ").count(), 6, "{said}");
     let out = chat(&lines, &["--system", "Be brief."]);
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{said}");
@@ -208,13 +214,13 @@ fn a_message_that_is_too_long_is_dropped_and_the_conversation_goes_on() {
     // Input from a pipe: the caller may not read the notes, so the exit code must tell.
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(
-        said.ends_with("1 message had no answer\nhint: shorter ones, or a larger --context\n"),
+        said.ends_with("1 message dropped because of the context length\nhint: send shorter messages or use a larger --context\n"),
         "{said}"
     );
-    assert_eq!(said.matches("the message is dropped: it takes ").count(), 1, "{said}");
-    assert_eq!(said.matches(" tokens of prompt, ").count(), 2, "{said}");
+    assert_eq!(said.matches("warning: message dropped: ").count(), 1, "{said}");
+    assert_eq!(said.matches("prompt of ").count(), 2, "{said}");
     // Earlier messages are kept.
-    assert!(!said.contains("outgrew"), "{said}");
+    assert!(!said.contains("exceeds the context"), "{said}");
 }
 
 /// A tokenizer like that of Llama 2 drops the space at the start of a text.
@@ -362,7 +368,11 @@ fn the_command_refuses_what_is_wrong() {
     assert!(out.status.success(), "{said}");
     assert!(said.contains("eos_token_id 160 is past the vocabulary, which has 160"), "{said}");
     refused(&beams, &one, "`num_beams` is 4, which is not supported; known: 1\nhint: ");
-    refused(&good, &["--tokens", "1,x"], "`x` is no token id\nhint: numbers with commas");
+    refused(
+        &good,
+        &["--tokens", "1,x"],
+        "expected a token id, got `x`\nhint: separate ids with commas",
+    );
     refused(
         &good,
         &["--tokens", "1, 2", "--adapter", "/none"],
@@ -376,7 +386,11 @@ fn the_command_refuses_what_is_wrong() {
         refused(&good, text, "has no tokenizer.json\nhint: ");
     }
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
-    refused(&good, &["--prompt-file", "/dev/zero"], "/dev/zero: it has more than 64 MiB\nhint: ");
+    refused(
+        &good,
+        &["--prompt-file", "/dev/zero"],
+        "/dev/zero: the text is larger than 64 MiB\nhint: ",
+    );
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
     refused(&fixture("gpt2"), &["--tokens", "1", "--max-context", "9999"], "a vector for each");
@@ -387,7 +401,7 @@ fn the_command_refuses_what_is_wrong() {
     let out = flashover(&[&args[..], &["--max-new-tokens", "1", "--max-context", "700"]].concat());
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{said}");
-    assert!(said.contains("warning: the model was made for 128 positions"), "{said}");
+    assert!(said.contains("warning: the model has a context of 128 tokens"), "{said}");
     refused(
         &good,
         &["--tokens", "1", "--completions", "9", "--memory-limit", "1MiB"],
@@ -400,13 +414,21 @@ fn the_command_refuses_what_is_wrong() {
         &["--tokens", "1", "--repetition-penalty", "-0.5"],
         "repetition_penalty is -0.5",
     );
-    refused(&good, &["--tokens", "1", "--top-k", "-1"], "`-1` is no whole number");
+    refused(
+        &good,
+        &["--tokens", "1", "--top-k", "-1"],
+        "expected an integer of 0 or more, got `-1`",
+    );
     refused(&good, &["--tokens", "1", "--memory-fraction", "-1"], "is -1\nhint: a number");
-    refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
+    refused(
+        &good,
+        &["--tokens", "1", "--temperature", "0", "--top-k", "3"],
+        "--top-k has no effect",
+    );
     refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
     refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
     refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
-    let format = "unknown format of keys and values `q8_0`";
+    let format = "unknown KV cache format `q8_0`";
     refused(&good, &["--tokens", "1", "--kv-cache", "q8_0"], format);
 }
 

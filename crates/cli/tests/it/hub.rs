@@ -99,7 +99,10 @@ fn a_tokenizer_by_name_comes_without_weights() {
 fn what_cannot_be_had_is_refused_with_a_hint() {
     let cut = Some(("model.safetensors", 1000));
     let place = Place::new(Manners { cut, ..Manners::default() });
-    refused(&place.generate("owner/absent", &[]), "there is no folder owner/absent here");
+    refused(
+        &place.generate("owner/absent", &[]),
+        "owner/absent is not a local folder, and the Hub did not provide it",
+    );
     refused(&place.generate("owner/demo", &[]), "broke off");
     let args = ["tokenize", "--model", "absent", "--prompt", "x"];
     refused(&place.run(&args, &[]), "cannot read absent");

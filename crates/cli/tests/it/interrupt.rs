@@ -48,7 +48,7 @@ fn ctrl_c_ends_an_answer_and_its_trace_is_written() {
     let out = child.wait_with_output().expect("it ends");
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(130), "{said}");
-    assert!(said.contains(" tokens/s after the first; stopped\n"), "{said}");
+    assert!(said.contains(" tokens/s in decode; stopped\n"), "{said}");
     traced(folder.path());
 }
 

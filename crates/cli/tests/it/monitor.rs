@@ -84,15 +84,15 @@ fn ctrl_c_and_a_closed_pipe_end_it_quietly() {
 #[test]
 fn senseless_wishes_are_refused_with_a_hint() {
     for (args, word) in [
-        (&["--interval", "0"][..], "no interval"),
-        (&["--interval", "-1"], "no interval"),
-        (&["--interval", "NaN"], "no interval"),
-        (&["--interval", "1e9"], "no interval"),
-        (&["--count", "0"], "`0` is no number of samples"),
-        (&["--prometheus", "--count", "2"], "--prometheus is one sample"),
+        (&["--interval", "0"][..], "expected an interval, got"),
+        (&["--interval", "-1"], "expected an interval, got"),
+        (&["--interval", "NaN"], "expected an interval, got"),
+        (&["--interval", "1e9"], "expected an interval, got"),
+        (&["--count", "0"], "expected a number of samples, got `0`"),
+        (&["--prometheus", "--count", "2"], "--prometheus expects at most one sample"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["--json", "--prometheus"], "cannot be used with"),
-        (&["--count", "1", "--device", "4096"], "there is no device 4096\nhint: 0 is "),
+        (&["--count", "1", "--device", "4096"], "unknown device 4096\nhint: 0 is "),
     ] {
         let done = command(args).output().expect("the program starts");
         let said = String::from_utf8_lossy(&done.stderr);

@@ -17,7 +17,7 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     assert_eq!(dense.status.code(), Some(2), "bf16 does not fit 16 GiB");
     let said = text(&dense.stderr);
     for part in [
-        "it does not fit: llama-3-8b with 1 sequence",
+        "the workload does not fit: llama-3-8b with 1 sequence",
         " of which 16.00 GiB may be used",
         "\nhint: ",
     ] {
@@ -69,7 +69,7 @@ fn plans_that_mean_nothing_are_refused() {
     };
     refused(&["--batch", "0"], "batch is 0");
     refused(&["--context", "9000"], "9000");
-    refused(&["--memory-limit", "much"], "`much` is no size");
+    refused(&["--memory-limit", "much"], "expected a size, got `much`");
     refused(&["--memory-limit", "0"], "limit is 0 bytes");
     refused(&["--memory-fraction", "1.5"], "fraction is 1.5");
     refused(&["--backend", "cpu"], "describes a cuda device, not cpu");
@@ -127,7 +127,10 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
     let said = text(&less.stderr);
     assert!(said.contains("preset code-generation: f32 over 4 bits\n"), "{said}");
     for (made, why) in [
-        (generate("training", &[]), "preset training is for training\nhint: --preset "),
+        (
+            generate("training", &[]),
+            "preset training is only for `train` and `plan`\nhint: use --preset ",
+        ),
         (generate("gaming", &[]), "gaming"),
         (generate("latency", &["--memory-limit", "100KiB"]), "larger budget or a smaller model"),
     ] {
@@ -232,7 +235,10 @@ fn a_batch_is_found_within_a_budget() {
     assert!(above.contains("--batch 8 is above --find-batch 4\nhint: "), "{above}");
     let list = [&args[..args.len() - 1], &["1,2", "--find-batch", "4"]].concat();
     let several = text(&flashover(&list).stderr);
-    assert!(several.contains("--find-batch begins at one batch\nhint: "), "{several}");
+    assert!(
+        several.contains("--find-batch expects one start, got several in --batch\nhint: "),
+        "{several}"
+    );
 }
 
 /// Memory that one batch leaves in the pools is not counted again for the next.

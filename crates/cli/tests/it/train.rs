@@ -258,7 +258,10 @@ fn a_plan_says_what_training_takes() {
     let no_training =
         flashover(&["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--lora-rank", "4"]);
     let said = text(&no_training.stderr);
-    assert!(no_training.status.code() == Some(2) && said.contains("hint: --train lora"), "{said}");
+    assert!(
+        no_training.status.code() == Some(2) && said.contains("hint: add --train lora"),
+        "{said}"
+    );
     let wrong = plan(&["--preset", "latency"]);
     assert!(text(&wrong.stderr).contains("preset latency is not for training\nhint: "));
 }
