@@ -24,7 +24,8 @@ pub(crate) struct Args {
     /// Split the tokens into windows of N and run each from an empty KV cache [default: one window]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
-    /// Write a safetensors file with logits [tokens, vocab] in f32 and tokens [tokens] in i32; `-` is standard output
+    /// Write a safetensors file with logits `[tokens, vocab]` in f32 and tokens `[tokens]` in i32; `-` is standard
+    /// output
     #[arg(long)]
     output: PathBuf,
 }
