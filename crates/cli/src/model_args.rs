@@ -104,7 +104,7 @@ pub(crate) struct LoadArgs {
     int8_activations: bool,
     /// Maximum context length in tokens, even beyond config.json [default: that of config.json, extended by RoPE
     /// scaling]
-    #[arg(long, value_name = "POSITIONS")]
+    #[arg(long, value_name = "TOKENS")]
     max_context: Option<NonZeroUsize>,
     /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
     #[arg(long, default_value = "default")]
@@ -239,11 +239,7 @@ pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
 
 /// Parses a size in bytes: `14GiB`, `512 MiB`, `2GB`, `1.5G` or `4096`. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
 fn size(text: &str) -> Result<u64, String> {
-    let bad = || {
-        format!(
-            "expected a size, got `{text}`\nhint: such as 14GiB, 512MiB, 2GB, or 4096 for bytes"
-        )
-    };
+    let bad = || format!("expected a size, got `{text}`\nhint: such as 14GiB, 512MiB or 4096");
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let scale: f64 = match unit.trim().to_ascii_lowercase().as_str() {

@@ -53,15 +53,15 @@ mod tests {
 
     #[test]
     fn a_panic_elsewhere_is_no_success() {
-        check().expect("nobody panicked");
+        check().expect("no thread panicked");
         watch();
         ASKED.store(true, Ordering::Relaxed);
         thread::spawn(|| panic!("as a driver may")).join().expect_err("it panicked");
         ASKED.store(false, Ordering::Relaxed);
-        check().expect("it was asked for");
+        check().expect("the panic was expected");
         let beside = thread::spawn(|| panic!("as a kernel may"));
         beside.join().expect_err("it panicked");
-        let why = check().expect_err("it was seen").to_string();
+        let why = check().expect_err("the panic counts").to_string();
         assert!(why.starts_with("a kernel failed to compile or run"), "{why}");
     }
 }

@@ -59,7 +59,7 @@ fn refused(out: &Output, word: &str) {
 fn a_model_by_name_answers_as_its_folder_does() {
     let place = Place::new(Manners::default());
     let want = stdout(&place.generate(demo().to_str().expect("UTF-8"), &[]));
-    assert_eq!(place.server.sent(), [""; 0], "a folder asks nobody");
+    assert_eq!(place.server.sent(), [""; 0], "a folder needs no request");
     refused(&place.generate("owner/demo", &["--offline"]), "not whole in the cache");
     assert_eq!(stdout(&place.generate("owner/demo", &[])), want);
     assert_eq!(place.server.sent().len(), 6);

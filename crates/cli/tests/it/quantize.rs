@@ -398,7 +398,7 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
         let options = options(WeightFormat::Nf4, 64, true);
         quantize_model_until(&cpu(), &model, &output, &options, &stop)
     };
-    until(usize::MAX, "whole").expect("nobody stops it");
+    until(usize::MAX, "whole").expect("it is not stopped");
     let all = asked.get();
     // Stop before the first tensor, between tensors, and just before the final rename.
     for most in [0, 1, all / 2, all - 1] {
