@@ -263,9 +263,7 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| {
-        format!("expected an integer of 0 or more, got `{text}`\nhint: such as 0 or 40")
-    })
+    text.parse().map_err(|_| format!("expected an integer, got `{text}`\nhint: 0 or more"))
 }
 
 /// Parses a token id. Spaces around it are allowed.
