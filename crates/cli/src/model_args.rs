@@ -268,9 +268,7 @@ fn whole<T: FromStr>(text: &str) -> Result<T, String> {
 
 /// Parses a token id. Spaces around it are allowed.
 pub(crate) fn token(text: &str) -> Result<u32, String> {
-    let bad = || {
-        format!("expected a token id, got `{text}`\nhint: separate ids with commas, such as 1,2,3")
-    };
+    let bad = || format!("expected a token id, got `{text}`\nhint: write a list such as 1,2,3");
     text.trim().parse().map_err(|_| bad())
 }
 

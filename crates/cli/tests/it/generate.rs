@@ -371,7 +371,7 @@ fn the_command_refuses_what_is_wrong() {
     refused(
         &good,
         &["--tokens", "1,x"],
-        "expected a token id, got `x`\nhint: separate ids with commas",
+        "expected a token id, got `x`\nhint: write a list such as 1,2,3",
     );
     refused(
         &good,
