@@ -319,9 +319,7 @@ impl DeviceArgs {
         };
         let device = match backend {
             Some(backend) => Device::open_nth(backend, self.device)?,
-            None if self.device > 0 => {
-                bail!("--device needs a backend\nhint: add one, such as --backend cuda")
-            }
+            None if self.device > 0 => bail!("--device needs a backend\nhint: add --backend cuda"),
             None => panics::expected(Device::auto)?,
         };
         Ok(match &self.profile {
@@ -357,9 +355,7 @@ impl HubArgs {
             bar.set_message(progress.file.to_owned());
         });
         bar.finish_and_clear();
-        folder.with_context(|| {
-            format!("{name} is not a local folder, and the Hub did not provide it")
-        })
+        folder.with_context(|| format!("{name} is not a local folder, and the Hub failed"))
     }
 }
 

@@ -101,7 +101,7 @@ fn what_cannot_be_had_is_refused_with_a_hint() {
     let place = Place::new(Manners { cut, ..Manners::default() });
     refused(
         &place.generate("owner/absent", &[]),
-        "owner/absent is not a local folder, and the Hub did not provide it",
+        "owner/absent is not a local folder, and the Hub failed",
     );
     refused(&place.generate("owner/demo", &[]), "broke off");
     let args = ["tokenize", "--model", "absent", "--prompt", "x"];
