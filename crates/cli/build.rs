@@ -1,4 +1,4 @@
-//! What the programs of this package carry beside their code.
+//! Build script: sets the commit that the program reports and exports the symbols of CPU kernels.
 
 mod commit;
 #[path = "../arch/export.rs"]

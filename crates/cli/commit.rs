@@ -1,18 +1,21 @@
-//! Of a build script: compiles the commit into the program, so that a figure says what was measured.
+//! Part of build scripts: compiles the commit into the program, so that results name the code that was measured.
 
 use std::process::Command;
 
-/// Sets `FLASHOVER_COMMIT`, `unknown` outside of a repository, `FLASHOVER_DIRTY` for a tree with uncommitted changes, and
-/// `FLASHOVER_MARK`, what a commit is followed by where it is not all.
+/// Sets three environment variables for the compiler.
+///
+/// - `FLASHOVER_COMMIT`: the commit, 12 digits; `unknown` outside of a repository.
+/// - `FLASHOVER_DIRTY`: `true` if the tree has uncommitted changes or its state is unknown.
+/// - `FLASHOVER_MARK`: suffix of the commit, `-dirty` for uncommitted changes, else empty.
 pub(crate) fn main() {
-    // Scripts of packages run in their folders, which lie at different depths.
+    // A build script runs in the folder of its package, so git must tell the root of the repository.
     let Some(root) = root() else {
         println!("cargo::rustc-env=FLASHOVER_COMMIT=unknown");
         println!("cargo::rustc-env=FLASHOVER_DIRTY=true");
         println!("cargo::rustc-env=FLASHOVER_MARK=");
         return;
     };
-    // The index changes with a commit, the folders with an edit that makes the tree dirty.
+    // A commit changes the index; an edit that makes the tree dirty changes a folder.
     let sources = ["crates", "kernels", "models", "benches", "xtask", "Cargo.lock"];
     for path in [".git/HEAD", ".git/index", ".git/logs/HEAD"].iter().chain(&sources) {
         println!("cargo::rerun-if-changed={root}/{path}");

@@ -1,4 +1,4 @@
-//! `flashover bench`: tests, columns and formats as llama-bench has them.
+//! `flashover bench`: speed tests with the options, columns and output formats of llama-bench.
 
 use std::fmt::Write;
 
@@ -19,26 +19,25 @@ use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
-    /// Tokens of a prompt: numbers and ranges such as 64-512*2 or 128-512+128, with commas between; 0 is none
+    /// Prompt tokens: comma-separated numbers or ranges such as 64-512*2 or 128-512+128; 0 skips prefill tests
     #[arg(short = 'p', long, allow_hyphen_values = true, default_value = "512", value_parser = sizes)]
     n_prompt: Sizes,
-    /// Tokens to generate, likewise
+    /// Tokens to generate, same syntax; 0 skips decode tests
     #[arg(short = 'n', long, allow_hyphen_values = true, default_value = "128", value_parser = sizes)]
     n_gen: Sizes,
-    /// Positions that are there before, likewise
+    /// Tokens already in the KV cache, same syntax
     #[arg(short = 'd', long, allow_hyphen_values = true, default_value = "0", value_parser = sizes)]
     n_depth: Sizes,
-    /// Sequences that run together, likewise; llama-bench's -b is another thing
+    /// Sequences that run together, same syntax; unlike llama-bench's -b, which is a batch of tokens
     #[arg(short = 'b', long, allow_hyphen_values = true, default_value = "1", value_parser = sizes)]
     batch: Sizes,
-    /// Find the fastest batch of each test, of so many sequences at most, beginning with --batch; a row for each that was
-    /// tried
-    #[arg(long, value_name = "MOST", value_parser = clap::value_parser!(u32).range(1..=65_535))]
+    /// Search for the fastest batch of each test, from --batch up to N sequences; print a row per batch tried
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_535))]
     find_batch: Option<u32>,
-    /// Repetitions of each test, after one to warm up
+    /// Repetitions of each test, after one warm-up run
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repetitions: u16,
-    /// How it is printed
+    /// Output format
     #[arg(short = 'o', long, default_value = "md")]
     output: Format,
     #[command(flatten)]
@@ -47,23 +46,30 @@ pub(crate) struct Args {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
+    /// Markdown table
     Md,
+    /// One line per test, after a header
     Csv,
+    /// One list of objects
     Json,
+    /// One object per line
     Jsonl,
+    /// Statements that create a table and insert a row per test
     Sql,
 }
 
 #[derive(Clone)]
 struct Sizes(Vec<usize>);
 
-/// Sizes that a flag takes.
+/// Maximum number of sizes in one option.
 const MOST: usize = 1000;
 
-/// `512`, `64-512*2`, `128-512+128`, and several of them with commas between.
+/// Parses a comma-separated list of sizes and ranges: `512`, `64-512*2`, `128-512+128`.
 fn sizes(text: &str) -> Result<Sizes, String> {
     let bad = |part: &str| {
-        format!("`{part}` is no size and no range\nhint: such as 512, 64-512*2 or 128-512+128")
+        format!(
+            "expected a size or a range, got `{part}`\nhint: such as 512, 64-512*2 or 128-512+128"
+        )
     };
     let mut all = Vec::new();
     for part in text.split(',') {
@@ -85,7 +91,9 @@ fn sizes(text: &str) -> Result<Sizes, String> {
         }
         while size <= last {
             if all.len() == MOST {
-                return Err(format!("`{part}` is more than {MOST} sizes\nhint: larger steps"));
+                return Err(format!(
+                    "expected at most {MOST} sizes, got more at `{part}`\nhint: use larger steps"
+                ));
             }
             all.push(size);
             size = size * times + step;
@@ -94,10 +102,10 @@ fn sizes(text: &str) -> Result<Sizes, String> {
     Ok(Sizes(all))
 }
 
-/// One test, with the names of llama-bench where it has them.
+/// Result of one test. Field names follow llama-bench if it has the field.
 #[derive(Serialize)]
 struct Row {
-    /// With `-dirty` where the tree had changes.
+    /// Ends in `-dirty` if the tree had uncommitted changes.
     build_commit: String,
     build_version: &'static str,
     gpu_info: String,
@@ -123,7 +131,7 @@ struct Row {
     bandwidth_share: Option<f64>,
     mfu: Option<f64>,
     joules_per_token: Option<f64>,
-    /// From files, or of random numbers, to weights on the device.
+    /// Time to read or generate the weights and copy them to the device.
     load_ns: f64,
     reserved_bytes: u64,
     ceiling_gbps: f64,
@@ -135,20 +143,22 @@ struct Row {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tests = tests(args);
     if tests.is_empty() {
-        bail!("there is nothing to measure\nhint: -p or -n, and --batch, above 0");
+        bail!("no test to measure\nhint: set -p or -n, and --batch, above 0");
     }
     if let Some(most) = args.find_batch {
         match args.batch.0[..] {
             [begin] if begin <= most as usize => {}
             [begin] => bail!(
-                "--batch {begin} is above --find-batch {most}\nhint: the search begins at --batch and ends at --find-batch"
+                "--batch {begin} is above --find-batch {most}\nhint: the search starts at --batch and ends at --find-batch"
             ),
-            _ => bail!("--find-batch begins at one batch\nhint: one number for --batch"),
+            _ => bail!(
+                "--find-batch expects one start, got several in --batch\nhint: give --batch one number"
+            ),
         }
     }
     let file = args.trace.file()?;
     let device = args.of.load.open()?;
-    // What does not fit is an answer where a batch is looked for.
+    // A batch search handles batches that do not fit.
     if args.find_batch.is_none() {
         args.of.check(&device, &tests)?;
     }
@@ -173,7 +183,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Ok(())
         }
     });
-    // What was measured is whole, whatever ended it.
+    // Also after an error: the output of finished tests must be complete, such as the closing bracket of JSON.
     command::print(&printed.end())?;
     let traced = tracing.finish(&engine);
     measured?;
@@ -182,14 +192,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     found.iter().for_each(|(test, found)| command::note!("{}", best(*test, most, found)));
     match found.iter().find(|(_, found)| found.batch == 0) {
         Some((test, _)) => bail!(
-            "not one sequence of {} fits\nhint: fewer tokens, a larger budget, or --quant nf4",
+            "{} does not fit, even with one sequence\nhint: use fewer tokens, a larger memory budget or --quant nf4",
             test.name()
         ),
         None => Ok(()),
     }
 }
 
-/// The fastest batch of a test, by `one`, which measures; one that does not fit is told, for it has no row.
+/// Finds the fastest batch of a test. `one` measures a batch and prints its row. Notes each batch that does not fit,
+/// because it has no row.
 fn find_batch(
     test: SpeedTest,
     most: usize,
@@ -210,10 +221,10 @@ fn is_memory(why: &anyhow::Error) -> bool {
     why.is_some_and(GenerateError::is_memory)
 }
 
-/// What was found, and why nothing larger was.
+/// Formats the best batch and the reasons against larger ones.
 fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
     if found.batch == 0 {
-        return format!("{}: not one sequence fits", test.name());
+        return format!("{}: does not fit, even with one sequence", test.name());
     }
     let larger = || found.tries.iter().filter(|tried| tried.batch > found.batch);
     let batches = |fits: bool| -> Vec<String> {
@@ -229,7 +240,7 @@ fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
         why.push(format!("do not fit: {}", refused.join(", ")));
     }
     if found.tries.iter().any(|tried| tried.batch == most) {
-        why.push(format!("{most} is the most that was asked for"));
+        why.push(format!("{most} is the limit of --find-batch"));
     }
     format!(
         "{}: best {}, {:.2} tokens/s ({})",
@@ -240,7 +251,7 @@ fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
     )
 }
 
-/// Prompts first, then generating, for each batch and depth.
+/// Lists the tests: for each batch and depth, prefill first, then decode.
 fn tests(args: &Args) -> Vec<SpeedTest> {
     let mut tests = Vec::new();
     for batch in &args.batch.0 {
@@ -303,7 +314,7 @@ fn row(
     })
 }
 
-/// Mean and deviation of a sample.
+/// Returns mean and standard deviation of a sample.
 fn mean(values: &[f64]) -> (f64, f64) {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
@@ -311,7 +322,7 @@ fn mean(values: &[f64]) -> (f64, f64) {
     (mean, if count > 1.0 { (square / (count - 1.0)).sqrt() } else { 0.0 })
 }
 
-/// Rows in a format, one at a time.
+/// Formats rows one at a time.
 struct Printer {
     format: Format,
     rows: usize,
@@ -350,7 +361,7 @@ impl Printer {
                 format!("{head}{}\n", values.join(","))
             }
             Format::Sql => {
-                // What may be absent is a rate, but for the quantisation.
+                // Every optional field is a number, except `quant`.
                 let typed = |name: &str, value: &serde_json::Value| match value {
                     serde_json::Value::Number(number) if number.is_u64() => "INTEGER",
                     serde_json::Value::Number(_) => "REAL",
@@ -388,7 +399,7 @@ impl Printer {
     }
 }
 
-/// A value as text; lists with commas between.
+/// Formats a value as text; a list is separated by commas.
 fn plain(value: &serde_json::Value) -> String {
     match value {
         serde_json::Value::String(text) => text.clone(),
@@ -457,9 +468,9 @@ mod tests {
         let tries = [(8, None), (4, Some(9.0)), (5, Some(8.0)), (7, Some(8.5))];
         let all = "pp16: best 4, 9.00 tokens/s (not faster: 5, 7; do not fit: 8)";
         assert_eq!(said(4, 64, &tries), all);
-        let end = "pp16: best 4, 9.00 tokens/s (4 is the most that was asked for)";
+        let end = "pp16: best 4, 9.00 tokens/s (4 is the limit of --find-batch)";
         assert_eq!(said(4, 4, &[(3, Some(8.0)), (4, Some(9.0))]), end);
-        assert_eq!(said(0, 4, &[(1, None)]), "pp16: not one sequence fits");
+        assert_eq!(said(0, 4, &[(1, None)]), "pp16: does not fit, even with one sequence");
     }
 
     #[test]
@@ -479,7 +490,7 @@ mod tests {
 
     const NAME: &str = "it's \"7B\", v2";
 
-    /// One with nothing missing, or with all that may be.
+    /// Makes a row with every optional field, or with none.
     fn sample(whole: bool) -> Row {
         Row {
             build_commit: "0123456789ab".to_owned(),
@@ -516,7 +527,7 @@ mod tests {
         }
     }
 
-    /// Both, as they are printed.
+    /// Prints both rows.
     fn printed(format: Format) -> String {
         let mut printer = Printer::new(format);
         let rows = [true, false].map(|whole| printer.row(&sample(whole)).expect("numbers"));
@@ -576,7 +587,7 @@ mod tests {
         assert!(rows.iter().all(|row| row.contains(", 'it''s \"7B\", v2', ")), "{rows:?}");
         assert!(rows[0].contains(", '4-bit', 'int8', ") && rows[0].contains(", '0.5', '0.25', "));
         assert!(rows[1].contains(", NULL, 'float', ") && rows[1].contains(", NULL, NULL, NULL, "));
-        // What is absent from the first row is a column of its type, too.
+        // A field that is absent from the first row still has a column of its type.
         let first = Printer::new(Format::Sql).row(&sample(false)).expect("numbers");
         let columns = |text: &str| text.split_once(");\n").expect("a table").0.to_owned();
         assert_eq!(columns(&first), table);

@@ -19,19 +19,19 @@ use crate::model_args::{
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text to go on from; without it and --tokens, standard input
+    /// Prompt as text [default: standard input]
     #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["tokens", "prompt_file"])]
     prompt: Option<String>,
-    /// A file with the text to go on from
+    /// Read the prompt from a UTF-8 text file
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
     prompt_file: Option<PathBuf>,
-    /// Token ids to go on from; ids come out, too
+    /// Prompt as comma-separated token ids; the output is token ids too
     #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token, conflicts_with = "stops")]
     tokens: Option<Vec<u32>>,
-    /// Put the prompt into the model's chat template, as a user's message
+    /// Format the prompt with the model's chat template, as a user message
     #[arg(long, conflicts_with = "tokens")]
     chat: bool,
-    /// How many answers; they decode together
+    /// Number of completions, generated as one batch
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     completions: u16,
     #[command(flatten)]
@@ -46,10 +46,10 @@ pub(crate) struct GenerateArgs {
 pub(crate) struct ChatArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// What the model is told before the conversation
+    /// System message at the start of the conversation
     #[arg(long, allow_hyphen_values = true)]
     system: Option<String>,
-    /// Positions that the conversation has; without it the model's, at most 8192
+    /// Context length of the conversation in tokens [default: that of the model, at most 8192]
     #[arg(long)]
     context: Option<usize>,
     #[command(flatten)]
@@ -77,7 +77,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     folder.check(&prompt)?;
     let mut request = args.sampling.request(&folder)?;
     if text.is_none() {
-        // Ids come out, of which none is a text.
+        // The output is token ids, and stop sequences apply to text only.
         request.stop_sequences.clear();
     }
     let workload = folder.workload(&[&prompt], args.completions.into(), &request);
@@ -95,7 +95,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     Ok(interrupt::check("stopped")?)
 }
 
-/// `load` is the seconds that loading took.
+/// Generates and prints one completion. `load` is the load time in seconds.
 fn one(
     engine: &Engine,
     prompt: &[u32],
@@ -135,6 +135,7 @@ fn one(
     Ok(())
 }
 
+/// Generates several completions as one batch and prints them. `load` is the load time in seconds.
 fn several(
     engine: &Engine,
     prompt: &[u32],
@@ -149,7 +150,7 @@ fn several(
     let answers = engine.generate_each_with(&[(prompt, request)], completions.into(), |step| {
         bar.inc(u64::from(step.token.is_some()));
         ended += u16::from(step.finish_reason.is_some());
-        bar.set_message(format!("{ended} of {completions} answers"));
+        bar.set_message(format!("{ended} of {completions} completions"));
         if interrupt::came() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     bar.finish_and_clear();
@@ -157,8 +158,11 @@ fn several(
     for (at, answer) in answers.iter().flatten().enumerate() {
         let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id).collect();
         all += ids.len();
-        ends +=
-            &format!("answer {at}: {} tokens; {}\n", ids.len(), reason(Some(answer.finish_reason)));
+        ends += &format!(
+            "completion {at}: {} tokens; {}\n",
+            ids.len(),
+            reason(Some(answer.finish_reason))
+        );
         if text {
             shown += &format!("--- {at}\n{}\n", answer.text.as_deref().unwrap_or_default());
         } else {
@@ -169,14 +173,15 @@ fn several(
     command::print(&shown)?;
     let seconds = begin.elapsed().as_secs_f64();
     command::note!(
-        "{ends}loaded in {load:.1} s; {completions} answers to {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s together",
+        "{ends}loaded in {load:.1} s; {completions} completions of a prompt of {} tokens: {all} tokens in {seconds:.2} s, {:.1} tokens/s in total",
         prompt.len(),
         all as f64 / seconds
     );
     Ok(())
 }
 
-/// Prints pieces as they come, until a signal comes or the reader is gone. Returns whether the reader is there.
+/// Prints each piece as soon as it is generated, until a signal arrives or the reader closes the pipe. Returns false if
+/// the pipe is closed.
 fn print_pieces(
     pieces: impl Iterator<Item = Result<String, GenerateError>>,
 ) -> anyhow::Result<bool> {
@@ -191,7 +196,7 @@ fn print_pieces(
     Ok(true)
 }
 
-/// `first` and `all` are seconds from the beginning, to the first token and to the end.
+/// Formats token counts and speed. `first` and `all` are the seconds from the start to the first token and to the end.
 fn summary(
     prompt: usize,
     tokens: usize,
@@ -202,20 +207,20 @@ fn summary(
     let why = reason(end);
     let rate = tokens.saturating_sub(1) as f64 / (all - first).max(1e-9);
     format!(
-        "{} of prompt, first token after {:.0} ms; {}, {rate:.1} tokens/s after the first; {why}",
+        "prompt of {}, first token after {:.0} ms; {} generated, {rate:.1} tokens/s in decode; {why}",
         command::count(prompt, "token"),
         first * 1e3,
         command::count(tokens, "token")
     )
 }
 
-/// Why an answer ended.
+/// Describes why a completion ended.
 const fn reason(end: Option<FinishReason>) -> &'static str {
     match end {
-        Some(FinishReason::Eos) => "the model ended",
-        Some(FinishReason::Stop) => "a stop came up",
-        Some(FinishReason::Length) => "as many as asked for",
-        Some(FinishReason::Context) => "the context is full",
+        Some(FinishReason::Eos) => "end-of-sequence token",
+        Some(FinishReason::Stop) => "stop sequence",
+        Some(FinishReason::Length) => "max_new_tokens reached",
+        Some(FinishReason::Context) => "context full",
         Some(FinishReason::Cancelled) | None => "stopped",
     }
 }
@@ -223,7 +228,7 @@ const fn reason(end: Option<FinishReason>) -> &'static str {
 pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let folder = args.model.open()?;
     let request = args.sampling.request(&folder)?;
-    // A missing or broken template is an error before the weights move.
+    // Reports a missing or broken template before the weights are loaded.
     let system = args.system.iter().map(|system| Message::new("system", system));
     let empty: Vec<Message> = system.chain([Message::new("user", "")]).collect();
     let need = folder.encode_chat(&empty)?.len();
@@ -236,7 +241,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let engine = engine.map_err(|why| {
         match why.downcast_ref::<LoadError>().and_then(LoadError::context) {
             Some(most) => anyhow!(
-                "a context of {context}, where the model has {most} positions\nhint: --context {most}, or less"
+                "expected a context of at most {most} tokens, got {context}\nhint: use --context {most} or less"
             ),
             None => why,
         }
@@ -250,10 +255,12 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         }
         let mut line = String::new();
         if std::io::stdin().lock().read_line(&mut line).map_err(|why| unread(&why))? == 0 {
-            // At a terminal each dropped message was seen.
+            // A user at a terminal has seen the note for each dropped message.
             if unanswered > 0 && !terminal {
                 let messages = command::count(unanswered, "message");
-                bail!("{messages} had no answer\nhint: shorter ones, or a larger --context");
+                bail!(
+                    "{messages} dropped because of the context length\nhint: send shorter messages or use a larger --context"
+                );
             }
             return Ok(());
         }
@@ -265,7 +272,9 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         let begin = Stopwatch::start();
         let mut answer = match conversation.send(line) {
             Err(GenerateError::MessageTooLong { need, context }) => {
-                command::note!("the message is dropped: it takes {need} positions, of {context}");
+                command::note!(
+                    "warning: message dropped: it takes {need} tokens, and the context has {context}"
+                );
                 unanswered += 1;
                 continue;
             }
@@ -274,7 +283,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         let first = begin.elapsed().as_secs_f64();
         if answer.dropped_messages() > 0 {
             command::note!(
-                "the conversation outgrew {context} positions: its first {} messages are dropped",
+                "note: the conversation exceeds the context of {context} tokens, its first {} messages are dropped",
                 answer.dropped_messages()
             );
         }
@@ -285,7 +294,7 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
         let (prompt, tokens) = (answer.prompt_tokens(), answer.tokens());
         command::note!("{}", summary(prompt, tokens, first, seconds, answer.finish_reason()));
         drop(answer);
-        // Ctrl-C ends an answer; between answers it ends the program.
+        // Ctrl-C ends a completion; between completions it ends the program.
         interrupt::forget();
         interrupt::check("stopped")?;
         drop(listening);

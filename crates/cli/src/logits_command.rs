@@ -1,4 +1,4 @@
-//! `flashover logits`.
+//! `flashover logits`: writes the logits of every position.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,16 +15,17 @@ use crate::model_args::{ModelArgs, spared, token};
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Token ids
+    /// Comma-separated token ids
     #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token, required_unless_present = "prompt")]
     tokens: Option<Vec<u32>>,
-    /// Text in place of ids
+    /// Text to tokenize, instead of token ids
     #[arg(long, allow_hyphen_values = true, conflicts_with = "tokens")]
     prompt: Option<String>,
-    /// Pass the tokens in windows of so many, each as if it were alone
+    /// Split the tokens into windows of N and run each from an empty KV cache [default: one window]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
-    /// A safetensors file: logits `[tokens, vocab]` in f32, and tokens `[tokens]`
+    /// Write a safetensors file with logits `[tokens, vocab]` in f32 and tokens `[tokens]` in i32; `-` is standard
+    /// output
     #[arg(long)]
     output: PathBuf,
 }
@@ -58,8 +59,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let count = logits.iter().filter(|logit| logit.is_nan()).count();
         let (all, token) = (logits.len(), first / engine.config().vocab);
         bail!(
-            "{count} of {all} logits are NaN, the first after token {token}; they are written all the same\nhint: f32 and \
-             bf16 reach further than f16, which ends at 65504; where it is not that, the weights hold NaN"
+            "{count} of {all} logits are NaN, the first after token {token}; the file is still written\nhint: f16 \
+             overflows above 65504, so use --dtype f32 or bf16; otherwise look for NaN in the weights"
         );
     }
     Ok(())

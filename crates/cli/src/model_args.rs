@@ -1,4 +1,4 @@
-//! What every command with a model takes.
+//! Arguments that all commands with a model share.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,36 +24,36 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::panics;
 
-/// Which device.
+/// Choice of the device.
 #[derive(clap::Args)]
 pub(crate) struct DeviceArgs {
-    /// cuda, vulkan, webgpu or cpu; without it the one that `flashover doctor` calls chosen
+    /// Backend: cuda, vulkan, webgpu or cpu [default: the one that `flashover doctor` lists under `chosen`]
     #[arg(long)]
     backend: Option<Backend>,
-    /// Number of the device among those of the back end, from 0
+    /// Index of the device among those of the backend, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
-    /// Restrict the device to a recorded profile, such as rtx4090, which says the back end too
+    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend
     #[arg(long)]
     profile: Option<String>,
 }
 
-/// Where models that are no folders come from.
+/// Download options for models that are not local folders.
 #[derive(clap::Args)]
 pub(crate) struct HubArgs {
-    /// Take a model given by name from what was downloaded before, as HF_HUB_OFFLINE=1 does
+    /// Use only files that were downloaded before, like HF_HUB_OFFLINE=1
     #[arg(long)]
     offline: bool,
 }
 
-/// Which model, and how it is loaded.
+/// Choice of the model, and load options.
 #[derive(clap::Args)]
 pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
-    /// A folder with an adapter as PEFT has them, which becomes part of dense matrices and stays beside those of 4 or 8
-    /// bits; `train` learns it further
+    /// Folder with a LoRA adapter in PEFT format, merged into dense weights but not into 4-bit or 8-bit ones; `train`
+    /// continues to train it
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     #[command(flatten)]
@@ -62,14 +62,14 @@ pub(crate) struct ModelArgs {
     load: LoadArgs,
 }
 
-/// Which model, or which shape with random weights, and how it is loaded.
+/// Choice of a model or of a shape with random weights, and load options.
 #[derive(clap::Args)]
 #[group(id = "subject", required = true, multiple = false, args = ["model", "shape"])]
 pub(crate) struct SubjectArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: Option<PathBuf>,
-    /// A published shape with random weights, such as llama-3-8b
+    /// Published model shape to fill with random weights, such as llama-3-8b
     #[arg(long)]
     shape: Option<String>,
     #[command(flatten)]
@@ -78,84 +78,86 @@ pub(crate) struct SubjectArgs {
     pub(crate) load: LoadArgs,
 }
 
-/// What a measurement is of.
+/// A model folder, or the name of a shape with random weights.
 pub(crate) enum Subject<'a> {
     Folder(PathBuf),
     Shape(&'a str),
 }
 
-/// How a model is loaded.
+/// Load options of a model.
 #[derive(clap::Args)]
 pub(crate) struct LoadArgs {
     #[command(flatten)]
     device: DeviceArgs,
-    /// f32, tf32, f16 or bf16; without it f32 on a CPU and elsewhere what the files have
+    /// Compute dtype: f32, tf32, f16 or bf16 [default: the dtype of the files, or f32 on a CPU or if the device lacks
+    /// it]
     #[arg(long, value_parser = dtype)]
     dtype: Option<Compute>,
     #[arg(long, value_parser = quant, help = quant_help())]
     quant: Option<WeightFormat>,
-    /// Keys and values as they are computed (float), or in 8 bits: float or int8
+    /// Format of the KV cache: float (the compute dtype) or int8
     #[arg(long, default_value = "float", value_parser = kv_format)]
     kv_cache: KvFormat,
-    /// Round what prompts multiply with matrices in 8 bits to 8 bits, too, but for columns with outliers (CUDA): faster
-    /// where those are few, and less exact
+    /// Quantise prefill activations to int8 for matmuls with 8-bit weights, except outlier columns; CUDA only, less
+    /// exact, and faster only if outliers are rare
     #[arg(long)]
     int8_activations: bool,
-    /// Most positions of a sequence, also past those that config.json says; without it those, as rope scaling stretches them
-    #[arg(long, value_name = "POSITIONS")]
+    /// Maximum context length in tokens, even beyond config.json [default: that of config.json, extended by RoPE
+    /// scaling]
+    #[arg(long, value_name = "TOKENS")]
     max_context: Option<NonZeroUsize>,
-    /// What an unknown shape gets: frozen, default or measure
+    /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,
     #[command(flatten)]
     budget: BudgetArgs,
 }
 
-/// How much of the device's memory may be used.
+/// Limits on the use of the device's memory.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Memory")]
 struct BudgetArgs {
-    /// At most so much, such as 14GiB or 512MiB
+    /// Maximum memory to use, such as 14GiB or 512MiB [default: no limit]
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true, value_parser = size)]
     memory_limit: Option<u64>,
-    /// Leave so much to others
+    /// Memory to leave free for other programs, such as 2GiB
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true, value_parser = size, default_value = "0")]
     memory_reserve: u64,
-    /// At most this share of the device's memory
+    /// Maximum fraction of the device's memory to use, above 0 and up to 1
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, allow_negative_numbers = true)]
     memory_fraction: f64,
 }
 
-/// What a model is used for.
+/// Choice of precision by use.
 #[derive(clap::Args)]
 pub(crate) struct PresetArgs {
-    /// Take the precision that a use wants and the device has room for, unless --quant says one: code-generation, inference
+    /// Choose the precision that suits a use and fits the device, unless --quant is given: code-generation, inference
     /// or latency
     #[arg(long)]
     pub(crate) preset: Option<Preset>,
 }
 
-/// What is recorded beside.
+/// Choice of a trace file.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
-    /// Write every span and reading of memory, and the kernels of the first prompt and of the first step, for Perfetto
-    /// or chrome://tracing; `flashover profile --trace` has the kernels of all
+    /// Write a trace for Perfetto or chrome://tracing, with every span and memory reading but kernels of only the first
+    /// prefill and step; for all kernels use `flashover profile --trace`
     #[arg(long, value_name = "FILE")]
     profile_trace: Option<PathBuf>,
 }
 
-/// A recording that goes to a file.
+/// A recording and its output file, if a trace is requested.
 pub(crate) struct Tracing(Option<(OutFile, Recording)>);
 
 impl TraceArgs {
-    /// Finds out whether the file can be written, before the work.
+    /// Checks that the file can be written, before the work starts.
     pub(crate) fn file(&self) -> anyhow::Result<Option<OutFile>> {
         Ok(self.profile_trace.as_deref().map(OutFile::new).transpose()?)
     }
 }
 
 impl Tracing {
-    /// Begins with a reading of memory, so that viewers draw it from there.
+    /// Starts with a memory reading, so that viewers draw memory from the beginning.
     pub(crate) fn start(file: Option<OutFile>, engine: &Engine) -> anyhow::Result<Self> {
         let started = file.map(|file| Ok::<_, AlreadyRecording>((file, Recording::brief()?)));
         let started = started.transpose()?;
@@ -171,71 +173,73 @@ impl Tracing {
     }
 }
 
-/// How tokens are chosen, over what the model's makers would have.
+/// Sampling options. They override generation_config.json.
 #[derive(clap::Args)]
 pub(crate) struct SamplingArgs {
-    /// Divides the logits; 0 takes the likeliest token
+    /// Sampling temperature; 0 always takes the most likely token [default: from generation_config.json, else 0]
     #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Draw among so many of the likeliest tokens; 0 is all
+    /// Number of most likely tokens to sample from; 0 means all [default: from generation_config.json]
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     top_k: Option<usize>,
-    /// Draw among the likeliest tokens that reach this probability together
+    /// Total probability of the most likely tokens to sample from; 1 means all [default: from generation_config.json]
     #[arg(long, allow_negative_numbers = true)]
     top_p: Option<f32>,
-    /// Do not draw tokens of less than this share of the likeliest one's probability
+    /// Minimum probability of a token relative to the most likely one; 0 means no limit [default: from
+    /// generation_config.json]
     #[arg(long, allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// Divide the logits of tokens that were there
+    /// Penalty for tokens that already occurred; 1 means none [default: from generation_config.json]
     #[arg(long, allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// Of the random numbers: the same for one seed
+    /// Random seed; the same seed gives the same tokens
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = whole::<u64>)]
     seed: u64,
-    /// Tokens at most; without it as many as the context holds, of a longer one 8192 with the prompt or 1024 past it
+    /// Maximum tokens to generate [default: from generation_config.json, else until the context is full, at most 8192
+    /// tokens or 1024 after a longer prompt]
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
-    /// End at this text, in place of those of generation_config.json; may be given several times
+    /// Stop sequence, instead of those in generation_config.json; may be repeated
     #[arg(long = "stop", value_name = "TEXT", allow_hyphen_values = true)]
     stops: Vec<String>,
-    /// Go on past the tokens that end a text
+    /// Continue after end-of-sequence tokens
     #[arg(long)]
     ignore_eos: bool,
 }
 
-/// The text that is piped in.
+/// Reads all text of standard input.
 pub(crate) fn standard_input() -> anyhow::Result<String> {
     text_of(io::stdin()).map_err(|why| unread(&why))
 }
 
-/// The text of a file that `flag` names.
+/// Reads the text file that is the value of `flag`.
 pub(crate) fn text_file(file: &Path, flag: &str) -> anyhow::Result<String> {
     File::open(file).and_then(text_of).map_err(|why| {
-        anyhow!("cannot read {}: {why}\nhint: {flag} names a file in UTF-8", file.display())
+        anyhow!("cannot read {}: {why}\nhint: {flag} expects a text file in UTF-8", file.display())
     })
 }
 
-/// The most that a text has: more tokens than any model has positions for.
+/// Maximum size of a text in bytes. Such a text has more tokens than the context of any model.
 const TEXT_BYTES: u64 = 64 << 20;
 
-/// All of a text, unless it goes on as `/dev/zero` does.
+/// Reads all of a text. The size limit ends endless inputs such as `/dev/zero`.
 fn text_of(from: impl Read) -> io::Result<String> {
     let mut bytes = Vec::new();
     from.take(TEXT_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > TEXT_BYTES {
-        return Err(io::Error::other(format!("it has more than {} MiB", TEXT_BYTES >> 20)));
+        return Err(io::Error::other(format!("the text is larger than {} MiB", TEXT_BYTES >> 20)));
     }
     String::from_utf8(bytes).map_err(|why| io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
-/// Why standard input gave no text.
+/// Returns the error for standard input that is not readable text.
 pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
-    anyhow!("cannot read standard input: {why}\nhint: pipe text in UTF-8 into it")
+    anyhow!("cannot read standard input: {why}\nhint: pipe UTF-8 text into it")
 }
 
-/// `14GiB`, `512 MiB`, `2GB`, `1.5G`, or bytes. Without an i a G is 10^9.
+/// Parses a size in bytes: `14GiB`, `512 MiB`, `2GB`, `1.5G` or `4096`. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
 fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("`{text}` is no size\nhint: such as 14GiB, 512MiB, 2GB or 4096");
+    let bad = || format!("expected a size, got `{text}`\nhint: such as 14GiB, 512MiB or 4096");
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let scale: f64 = match unit.trim().to_ascii_lowercase().as_str() {
@@ -251,7 +255,7 @@ fn size(text: &str) -> Result<u64, String> {
         _ => return Err(bad()),
     };
     let bytes = number.parse::<f64>().map_err(|_| bad())? * scale;
-    // What is larger is no memory.
+    // No device has more memory.
     if !(0.0..=1e18).contains(&bytes) {
         return Err(bad());
     }
@@ -259,13 +263,12 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("`{text}` is no whole number\nhint: 0 or more"))
+    text.parse().map_err(|_| format!("expected an integer, got `{text}`\nhint: 0 or more"))
 }
 
-/// A token id, with spaces around it as people write lists.
+/// Parses a token id. Spaces around it are allowed.
 pub(crate) fn token(text: &str) -> Result<u32, String> {
-    let bad =
-        || format!("`{text}` is no token id\nhint: numbers with commas between, such as 1,2,3");
+    let bad = || format!("expected a token id, got `{text}`\nhint: write a list such as 1,2,3");
     text.trim().parse().map_err(|_| bad())
 }
 
@@ -281,23 +284,23 @@ fn dtype(text: &str) -> Result<Compute, String> {
 
 fn quant(text: &str) -> Result<WeightFormat, String> {
     let known = || WeightFormat::alternatives(WeightFormat::at_load());
-    let bad = || format!("unknown quantisation `{text}`\nhint: {}", known());
+    let bad = || format!("unknown quantisation `{text}`\nhint: use {}", known());
     WeightFormat::at_load().find(|quant| quant.name() == text).ok_or_else(bad)
 }
 
 fn quant_help() -> String {
     let known = WeightFormat::alternatives(WeightFormat::at_load());
-    format!("Quantise the matrices of the layers at load: {known}")
+    format!("Quantise the weights of the layers at load: {known} [default: as in the files]")
 }
 
 fn kv_format(text: &str) -> Result<KvFormat, String> {
-    let bad = || format!("unknown format of keys and values `{text}`\nhint: float or int8");
+    let bad = || format!("unknown KV cache format `{text}`\nhint: use float or int8");
     KvFormat::ALL.into_iter().find(|format| format.name() == text).ok_or_else(bad)
 }
 
-/// A bar, on a terminal.
+/// Creates a progress bar, hidden if standard error is not a terminal.
 pub(crate) fn bar(template: &str) -> anyhow::Result<ProgressBar> {
-    // One of length 0 is full before it begins.
+    // A bar of length 0 would be full before the work starts.
     let bar = match io::stderr().is_terminal() {
         true => ProgressBar::no_length(),
         false => ProgressBar::hidden(),
@@ -316,7 +319,7 @@ impl DeviceArgs {
         };
         let device = match backend {
             Some(backend) => Device::open_nth(backend, self.device)?,
-            None if self.device > 0 => bail!("--device needs a back end\nhint: --backend cuda"),
+            None if self.device > 0 => bail!("--device needs a backend\nhint: add --backend cuda"),
             None => panics::expected(Device::auto)?,
         };
         Ok(match &self.profile {
@@ -327,12 +330,12 @@ impl DeviceArgs {
 }
 
 impl HubArgs {
-    /// The folder of a model: `model` itself, unless it is no folder and a name.
+    /// Returns the folder of a model: `model` itself, or the downloaded folder if `model` is a name on the Hub.
     pub(crate) fn model(&self, model: &Path) -> anyhow::Result<PathBuf> {
         self.folder(model, |hub, name, progress| hub.model(name, progress))
     }
 
-    /// A folder with a model's tokenizer.
+    /// Returns a folder with the model's tokenizer, like [`HubArgs::model`] without the weights.
     pub(crate) fn tokenizer(&self, model: &Path) -> anyhow::Result<PathBuf> {
         self.folder(model, |hub, name, progress| hub.tokenizer(name, progress))
     }
@@ -352,12 +355,12 @@ impl HubArgs {
             bar.set_message(progress.file.to_owned());
         });
         bar.finish_and_clear();
-        folder.with_context(|| format!("there is no folder {name} here, and on the Hub"))
+        folder.with_context(|| format!("{name} is not a local folder, and the Hub failed"))
     }
 }
 
 impl ModelArgs {
-    /// Opens the model's folder, downloaded where the model is a name, and its adapter.
+    /// Opens the folder of the model with its adapter. Downloads the model if it is a name on the Hub.
     pub(crate) fn open(&self) -> anyhow::Result<ModelFolder> {
         let folder = self.load.folder(&self.hub.model(&self.model)?)?;
         Ok(match &self.adapter {
@@ -374,19 +377,19 @@ impl ModelArgs {
         self.load.options()
     }
 
-    /// The folder of an adapter.
+    /// Returns the folder of the adapter.
     pub(crate) fn adapter(&self) -> Option<&PathBuf> {
         self.adapter.as_ref()
     }
 
-    /// The model's folder, and the adapter beside it.
+    /// Opens the folder of the model without the adapter, and the adapter separately.
     pub(crate) fn open_apart(&self) -> anyhow::Result<(ModelFolder, Option<Adapter>)> {
         let folder = self.load.folder(&self.hub.model(&self.model)?)?;
         let adapter = self.adapter.as_ref().map(|adapter| folder.adapter(adapter)).transpose()?;
         Ok((folder, adapter))
     }
 
-    /// Loads it, with a bar on a terminal, where the device has room for such a workload. `prompt` as in [`EngineOptions`].
+    /// Loads the model with a progress bar if the workload fits the device. `prompt` is as in [`EngineOptions`].
     pub(crate) fn load(
         &self,
         folder: ModelFolder,
@@ -402,7 +405,7 @@ impl ModelArgs {
         loaded(&device, folder, &EngineOptions { workload: Some(workload), prompt, ..options })
     }
 
-    /// Options with the precision that the preset wants of those in which the workload fits.
+    /// Returns options with the preset's preferred precision among those in which the workload fits.
     fn of_preset(
         &self,
         preset: Preset,
@@ -412,7 +415,7 @@ impl ModelArgs {
     ) -> anyhow::Result<EngineOptions> {
         if preset == Preset::Training {
             bail!(
-                "preset {preset} is for training\nhint: --preset code-generation, inference or latency"
+                "preset {preset} is only for `train` and `plan`\nhint: use --preset code-generation, inference or latency"
             );
         }
         let chosen =
@@ -422,12 +425,12 @@ impl ModelArgs {
     }
 }
 
-/// Refuses to write over a file that the model is read from.
+/// Refuses an output file that is one of the model's files.
 pub(crate) fn spared(folder: &ModelFolder, target: &OutFile) -> anyhow::Result<()> {
     all_spared(folder.files(), target)
 }
 
-/// Refuses to write over one of the files that are read.
+/// Refuses an output file that is one of the input files.
 pub(crate) fn all_spared(
     files: impl IntoIterator<Item = PathBuf>,
     target: &OutFile,
@@ -435,13 +438,13 @@ pub(crate) fn all_spared(
     let is_target = |file: &PathBuf| OutFile::new(file).is_ok_and(|file| file.is_same(target));
     match files.into_iter().find(is_target) {
         Some(file) => {
-            bail!("{} is read and written\nhint: name another file to write", file.display())
+            bail!("{} is read and written\nhint: choose another output file", file.display())
         }
         None => Ok(()),
     }
 }
 
-/// Loads a folder, with a bar on a terminal.
+/// Loads a folder with a progress bar.
 pub(crate) fn loaded(
     device: &Device,
     folder: ModelFolder,
@@ -460,7 +463,7 @@ pub(crate) fn loaded(
 }
 
 impl Subject<'_> {
-    /// What it takes of a device, unloaded.
+    /// Plans the memory of the workload without loading the model.
     pub(crate) fn plan(
         &self,
         profile: &ArchProfile,
@@ -475,7 +478,7 @@ impl Subject<'_> {
 }
 
 impl SubjectArgs {
-    /// The folder, downloaded where the model is a name, or the shape.
+    /// Returns the shape or the folder. Downloads the model if it is a name on the Hub.
     pub(crate) fn subject(&self) -> anyhow::Result<Subject<'_>> {
         Ok(match (&self.model, &self.shape) {
             (Some(model), _) => Subject::Folder(self.hub.model(model)?),
@@ -483,7 +486,7 @@ impl SubjectArgs {
         })
     }
 
-    /// The model as it was named.
+    /// Returns the model or shape as written on the command line.
     pub(crate) fn name(&self) -> String {
         match (&self.model, &self.shape) {
             (Some(model), _) => model.display().to_string(),
@@ -491,10 +494,10 @@ impl SubjectArgs {
         }
     }
 
-    /// Refuses tests that the model has no positions or the device no memory for, before anything is loaded.
+    /// Refuses tests that exceed the model's context or the device's memory, before anything is loaded.
     pub(crate) fn check(&self, device: &Device, tests: &[SpeedTest]) -> anyhow::Result<()> {
         let (subject, options) = (self.subject()?, self.load.options());
-        // Of as many sequences those with most positions take most.
+        // At the same batch, the longest sequences take the most memory.
         let mut longest = BTreeMap::new();
         for SpeedTest { prompt, generated, depth, batch } in tests {
             let positions = depth.saturating_add(*prompt).saturating_add(*generated);
@@ -509,7 +512,8 @@ impl SubjectArgs {
         Ok(())
     }
 
-    /// Loads it, with a bar on a terminal, or makes it; `target` is written later.
+    /// Loads the model with a progress bar, or generates random weights. Refuses `target`, an output file, if it is one
+    /// of the model's files.
     pub(crate) fn engine(
         &self,
         device: &Device,
@@ -531,7 +535,7 @@ impl LoadArgs {
         self.device.open()
     }
 
-    /// Opens a model's folder for sequences of `--max-context`.
+    /// Opens a model's folder with the context length of `--max-context`.
     pub(crate) fn folder(&self, folder: &Path) -> anyhow::Result<ModelFolder> {
         let folder = ModelFolder::open(folder)?;
         let Some(positions) = self.max_context else { return Ok(folder) };
@@ -539,7 +543,7 @@ impl LoadArgs {
         let folder = folder.with_max_context(positions.get())?;
         if let Some(made_for) = made_for.filter(|most| positions.get() > *most) {
             command::note!(
-                "warning: the model was made for {made_for} positions; answers past them may be poor"
+                "warning: the model has a context of {made_for} tokens; output beyond it may be poor"
             );
         }
         Ok(folder)
@@ -564,7 +568,8 @@ impl LoadArgs {
         }
     }
 
-    /// The profile that is to stand for a device, of the back end that is asked for.
+    /// Returns the recorded profile of `--profile`, which replaces a device. Refuses a profile of another backend than
+    /// `--backend`.
     pub(crate) fn described(&self) -> anyhow::Result<Option<ArchProfile>> {
         let Some(name) = &self.device.profile else { return Ok(None) };
         let profile = ArchProfile::recorded(name)?;
@@ -579,7 +584,7 @@ impl LoadArgs {
 }
 
 impl SamplingArgs {
-    /// What the model's makers would have, but for what is said here.
+    /// Returns the request of generation_config.json with the options of the command line.
     pub(crate) fn request(&self, of: &ModelFolder) -> anyhow::Result<Request> {
         let mut request = of.request();
         let sampling = &mut request.sampling;
@@ -591,7 +596,7 @@ impl SamplingArgs {
             self.repetition_penalty.unwrap_or(sampling.repetition_penalty);
         sampling.seed = self.seed;
         let given = [
-            // What takes the likeliest token, or all of them, says the same.
+            // Values that keep only the most likely token, or all tokens, do not conflict with temperature 0.
             ("--top-k", self.top_k.is_some_and(|k| k > 1)),
             ("--top-p", self.top_p.is_some_and(|p| p != 1.0)),
             ("--min-p", self.min_p.is_some_and(|p| p != 0.0)),
@@ -599,7 +604,7 @@ impl SamplingArgs {
         if let (true, Some((name, _))) =
             (sampling.temperature == 0.0, given.iter().find(|(_, given)| *given))
         {
-            bail!("{name} chooses nothing at temperature 0\nhint: --temperature 1 draws");
+            bail!("{name} has no effect at temperature 0\nhint: add --temperature 1 to sample");
         }
         sampling.check()?;
         request.max_new_tokens = self.max_new_tokens.or(request.max_new_tokens);
@@ -626,10 +631,10 @@ mod tests {
     #[test]
     fn a_text_that_does_not_end_is_refused() {
         let refused = |why: io::Result<String>| why.expect_err("no text").to_string();
-        assert_eq!(refused(text_of(io::repeat(b'x'))), "it has more than 64 MiB");
-        // Cut within a character.
+        assert_eq!(refused(text_of(io::repeat(b'x'))), "the text is larger than 64 MiB");
+        // The limit cuts a character.
         let long = io::repeat(b'x').take(TEXT_BYTES).chain("\u{2581}".as_bytes());
-        assert_eq!(refused(text_of(long)), "it has more than 64 MiB");
+        assert_eq!(refused(text_of(long)), "the text is larger than 64 MiB");
         assert!(refused(text_of(&[0xc3][..])).contains("utf-8"));
         assert_eq!(text_of("\u{2581}x".as_bytes()).ok().as_deref(), Some("\u{2581}x"));
         let most = text_of(io::repeat(b'x').take(TEXT_BYTES));

@@ -1,4 +1,4 @@
-//! `flashover monitor`.
+//! `flashover monitor`: samples the state of every device.
 
 mod text;
 
@@ -16,49 +16,51 @@ use tune::timing::Stopwatch;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Seconds from one sample to the next
+    /// Seconds between samples, from 0.01 to 86400
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     #[arg(allow_negative_numbers = true)]
     interval: Duration,
-    /// How many samples; without it, until Ctrl-C
+    /// Number of samples [default: until Ctrl-C]
     #[arg(long, value_name = "N", value_parser = count)]
     count: Option<u64>,
-    /// One device alone, by the number that it is shown with
+    /// Show only the device with this index in the output [default: all devices]
     #[arg(long, value_name = "INDEX")]
     device: Option<usize>,
-    /// A line of JSON a reading
+    /// Print JSON, one line per reading
     #[arg(long, conflicts_with_all = ["csv", "prometheus"])]
     json: bool,
-    /// A line a reading, after one with the columns
+    /// Print CSV: a header, then one line per reading
     #[arg(long, conflicts_with = "prometheus")]
     csv: bool,
-    /// One sample, as Prometheus reads it
+    /// Print one sample in the text format of Prometheus
     #[arg(long)]
     prometheus: bool,
 }
 
-/// Seconds that an interval may take: a tick of the kernel's clock, and a day.
+/// Valid intervals in seconds: from one tick of the kernel's clock to one day.
 const SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
 
 fn interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| SECONDS.contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| {
         let (least, most) = (SECONDS.start(), SECONDS.end());
-        format!("`{text}` is no interval\nhint: seconds from {least} to {most}, such as 0.5")
+        format!(
+            "expected an interval, got `{text}`\nhint: seconds from {least} to {most}, such as 0.5"
+        )
     })
 }
 
 fn count(text: &str) -> Result<u64, String> {
     let samples = text.parse::<u64>().ok().filter(|samples| *samples > 0);
     samples.ok_or_else(|| {
-        format!("`{text}` is no number of samples\nhint: 1 or more; without --count until Ctrl-C")
+        format!("expected a number of samples, got `{text}`\nhint: 1 or more; without --count the command runs until Ctrl-C")
     })
 }
 
-/// Before the first sample, so that there is a load to tell of: ten ticks of the kernel's clock.
+/// Delay before the first sample, ten ticks of the kernel's clock, because load is measured over time.
 const FIRST: Duration = Duration::from_millis(100);
 
-/// How samples are shown.
+/// Output format of samples.
 enum Shown {
     Live(Screen),
     Blocks,
@@ -91,8 +93,10 @@ impl Shown {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.prometheus && args.count.is_some_and(|count| count > 1) {
-        // What describes a metric may be there once.
-        bail!("--prometheus is one sample\nhint: leave --count out, and run it for each");
+        // The format allows the description of a metric only once.
+        bail!(
+            "--prometheus expects at most one sample\nhint: leave out --count and run the command once per sample"
+        );
     }
     let stop = interrupts()?;
     let mut shown = Shown::of(args);
@@ -111,7 +115,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 let named =
                     readings.iter().map(|Reading { index, name, .. }| format!("{index} is {name}"));
                 let known = named.collect::<Vec<_>>().join(", ");
-                bail!("there is no device {index}\nhint: {known}");
+                bail!("unknown device {index}\nhint: {known}");
             }
             readings.retain(|reading| reading.index == index);
         }
@@ -125,12 +129,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         if !command::print_on(&shown.text(&time, &readings)?)? || Some(samples) == count {
             return Ok(());
         }
-        // What took longer than the interval is not made up for.
+        // Samples that were missed during a slow one are skipped.
         due = (due + args.interval).max(clock.elapsed());
     }
 }
 
-/// Where Ctrl-C arrives. A second one, of somebody who waits for a driver that hangs, ends the program.
+/// Returns a channel that receives Ctrl-C. A second Ctrl-C ends the program, for the case that a driver hangs.
 fn interrupts() -> anyhow::Result<Receiver<()>> {
     let (send, receive) = mpsc::sync_channel(1);
     ctrlc::set_handler(move || {

@@ -1,8 +1,8 @@
-//! Panics of threads beside the one that was asked.
+//! Detects panics on other threads than the main thread.
 //!
-//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on a thread of its own. One that panics there leaves what it
-//! should have written as it was, and who reads that is not told. What such a panic prints is on standard error; that a
-//! command ended well is then not said.
+//! CubeCL's runtime for CPUs (0.11.3) compiles and runs kernels on its own thread. After a panic there, output buffers
+//! keep their old contents, and a later read reports no error. The panic message goes to standard error. [`check`] then
+//! makes the command fail.
 
 use std::panic;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,10 +11,11 @@ use std::thread;
 use crate::faults;
 
 static SEEN: AtomicBool = AtomicBool::new(false);
-/// Whether panics are answers. They are printed all the same, for they have the reason.
+/// True while panics are expected and do not count as failures. They are still printed, because they contain the
+/// reason.
 static ASKED: AtomicBool = AtomicBool::new(false);
 
-/// From now on remembers panics of all threads but this.
+/// Starts to record panics of all threads except the calling one.
 pub(crate) fn watch() {
     let (own, before) = (thread::current().id(), panic::take_hook());
     panic::set_hook(Box::new(move |info| {
@@ -27,7 +28,8 @@ pub(crate) fn watch() {
     }));
 }
 
-/// Opens devices. A broken driver makes CubeCL panic when it is opened, which `open` reports.
+/// Runs `open`, which opens devices. A broken driver makes CubeCL panic; such a panic does not count, because `open`
+/// reports the failure.
 pub(crate) fn expected<T>(open: impl FnOnce() -> T) -> T {
     ASKED.store(true, Ordering::Relaxed);
     let opened = open();
@@ -35,13 +37,15 @@ pub(crate) fn expected<T>(open: impl FnOnce() -> T) -> T {
     opened
 }
 
+/// Checks for recorded panics.
+///
 /// # Errors
 /// A thread panicked.
 pub(crate) fn check() -> anyhow::Result<()> {
     if SEEN.load(Ordering::Relaxed) {
         anyhow::bail!(
-            "a kernel was not compiled or did not run, as said above: results are not to be trusted\n\
-             hint: another --backend or --dtype may do; please report what was said"
+            "a kernel failed to compile or run, see the log above; results are invalid\n\
+             hint: try another --backend or --dtype, and report the log"
         );
     }
     Ok(())
@@ -53,15 +57,15 @@ mod tests {
 
     #[test]
     fn a_panic_elsewhere_is_no_success() {
-        check().expect("nobody panicked");
+        check().expect("no thread panicked");
         watch();
         ASKED.store(true, Ordering::Relaxed);
         thread::spawn(|| panic!("as a driver may")).join().expect_err("it panicked");
         ASKED.store(false, Ordering::Relaxed);
-        check().expect("it was asked for");
+        check().expect("the panic was expected");
         let beside = thread::spawn(|| panic!("as a kernel may"));
         beside.join().expect_err("it panicked");
-        let why = check().expect_err("it was seen").to_string();
-        assert!(why.starts_with("a kernel was not compiled or did not run"), "{why}");
+        let why = check().expect_err("the panic counts").to_string();
+        assert!(why.starts_with("a kernel failed to compile or run"), "{why}");
     }
 }

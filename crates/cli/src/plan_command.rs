@@ -1,4 +1,4 @@
-//! `flashover plan`: what a model takes, before it is loaded.
+//! `flashover plan`: estimates the memory that a model needs, without loading it.
 
 use anyhow::bail;
 use clap::ValueEnum;
@@ -13,22 +13,24 @@ use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
 pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
-    /// Sequences that decode together; without it 1, or what the preset wants and the device has room for
+    /// Sequences that run together [default: 1, or the choice of --preset]
     #[arg(long, short = 'b')]
     batch: Option<usize>,
-    /// Positions of each, of prompt and answer; without it 2048, 512 to train, or the preset's, or as many as the model has
+    /// Tokens per sequence, prompt plus output [default: 2048, for training 512, with --preset its own; at most the
+    /// context of the model]
     #[arg(long, short = 'c')]
     context: Option<usize>,
-    /// Work out precision and batch for code-generation, inference, latency or training
+    /// Choose precision and batch for a use, unless --quant and --batch set them: code-generation, inference, latency
+    /// or training
     #[arg(long)]
     preset: Option<Preset>,
-    /// Plan for training in place of generating
+    /// Plan for training instead of generation
     #[arg(long, value_enum)]
     train: Option<Train>,
-    /// With --train, plan for gradients of several batches that make up a step
+    /// With --train, plan for gradients accumulated over several batches per step
     #[arg(long, requires = "train")]
     accumulate: bool,
-    /// With --train, keep what a layer computes in place of computing it again
+    /// With --train, keep activations instead of recomputing them in the backward pass
     #[arg(long, requires = "train")]
     keep_activations: bool,
     #[command(flatten)]
@@ -38,20 +40,21 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// What is trained.
+/// Weights that training updates.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Train {
+    /// A LoRA adapter
     Lora,
 }
 
-/// Positions where nobody says.
+/// Default context length for generation, in tokens.
 const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.train.is_none() && args.lora.are_given() {
-        bail!("only training has an adapter to plan\nhint: --train lora");
+        bail!("--lora options need a plan for training\nhint: add --train lora");
     }
-    // A card that is described need not be there.
+    // A recorded profile needs no device.
     let profile = match args.of.load.described()? {
         Some(profile) => profile,
         None => args.of.load.open()?.profile().clone(),
@@ -60,7 +63,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let subject = args.of.subject()?;
     let trains = args.train.is_some() || args.preset == Some(Preset::Training);
     if let Some(other) = args.preset.filter(|preset| trains && *preset != Preset::Training) {
-        bail!("preset {other} is not for training\nhint: --preset training, or leave --train out");
+        bail!(
+            "preset {other} is not for training\nhint: use --preset training, or leave out --train"
+        );
     }
     let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
     let training = trains.then(|| Training {
@@ -80,11 +85,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match plan.fits() {
         true => Ok(()),
         false if trains => Err(PlanError::Memory(Box::new(plan)).into()),
-        false => bail!("it does not fit: {plan}\nhint: {}", plan.advice()),
+        false => bail!("the workload does not fit: {plan}\nhint: {}", plan.advice()),
     }
 }
 
-/// Plans the workload that is asked for; what nobody asks for is the preset's, or usual.
+/// Plans the requested workload. Values that are not requested come from the preset, else the context is `usual` and
+/// the batch is 1.
 fn planned(
     args: &Args,
     options: &EngineOptions,
@@ -93,7 +99,7 @@ fn planned(
 ) -> Result<Plan, LoadError> {
     let context = match (args.context, args.preset.map_or(usual, Preset::context)) {
         (Some(context), _) => context,
-        // A model may have fewer.
+        // The context of the model may be shorter.
         (None, usual) => match plan(options, Workload::new(1, usual)) {
             Ok(_) => usual,
             Err(why) => why.context().ok_or(why)?,
@@ -124,10 +130,10 @@ fn table(plan: &Plan) -> String {
     lines.extend(workload.training.as_ref().map(|own| ("rank", own.lora.rank.to_string())));
     let short = |name: &'static str| name.trim_end_matches(" and gradients");
     lines.extend(plan.parts().map(|(name, part)| (short(name), bytes(part))));
-    lines.push(("together", bytes(plan.peak_bytes())));
-    lines.extend(plan.total_bytes.map(|total| ("of the device", bytes(total))));
+    lines.push(("total", bytes(plan.peak_bytes())));
+    lines.extend(plan.total_bytes.map(|total| ("device memory", bytes(total))));
     lines.push(("reserve", bytes(plan.reserve_bytes)));
-    lines.extend(plan.budget_bytes.map(|budget| ("may be used", bytes(budget))));
+    lines.extend(plan.budget_bytes.map(|budget| ("budget", bytes(budget))));
     lines.push(("largest batch", most(plan.largest_batch)));
     lines.push(("largest context", most(plan.largest_context)));
     lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()

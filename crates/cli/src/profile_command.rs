@@ -1,4 +1,4 @@
-//! `flashover profile`: where the time of a model goes.
+//! `flashover profile`: reports the time of a model by operator and by layer.
 
 use std::path::PathBuf;
 
@@ -15,29 +15,31 @@ use crate::model_args::SubjectArgs;
 pub(crate) struct Args {
     #[command(flatten)]
     of: SubjectArgs,
-    /// Tokens of a prompt
+    /// Prompt tokens
     #[arg(short = 'p', long, default_value_t = 128)]
     n_prompt: usize,
-    /// Tokens to generate after it
+    /// Tokens to generate after the prompt
     #[arg(short = 'n', long, default_value_t = 16)]
     n_gen: usize,
-    /// Positions that are there before
+    /// Tokens already in the KV cache
     #[arg(short = 'd', long, default_value_t = 0)]
     n_depth: usize,
     /// Sequences that run together
     #[arg(short = 'b', long, default_value_t = 1)]
     batch: usize,
-    /// Also write every span, launch and reading of memory, for Perfetto or chrome://tracing
+    /// Also write a trace of every span, kernel launch and memory reading, for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// How it is printed
+    /// Output format
     #[arg(short = 'o', long, default_value = "md")]
     output: Format,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
+    /// Markdown tables
     Md,
+    /// One JSON object
     Json,
 }
 
@@ -49,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         batch: args.batch,
     };
     if test.tokens() == 0 {
-        bail!("there is nothing to profile\nhint: -p or -n, and --batch, above 0");
+        bail!("no tokens to profile\nhint: set -p or -n, and --batch, above 0");
     }
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let device = args.of.load.open()?;
@@ -65,13 +67,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(file) = file {
         file.write(profile.trace.chrome(&device.profile().name).as_bytes())?;
     }
-    Ok(interrupt::check("stopped, when all was measured")?)
+    Ok(interrupt::check("stopped after all measurements")?)
 }
 
 fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     let SpeedTest { prompt, generated, .. } = profile.test;
     let mut out = format!(
-        "{prompt} tokens of a prompt and {generated} generated took {} ms, {:.1}% of it kernels\n",
+        "prefill of {prompt} tokens and decode of {generated} took {} ms, {:.1}% of it in kernels\n",
         milliseconds(profile.wall_ns as u64),
         profile.busy() * 100.0
     );
@@ -98,7 +100,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
             percent(operator.share_of_ceiling(ceilings.gflops, ceilings.gbps)),
         );
     }
-    out += "\n| part | passes | launches | total ms | share | weights MiB | keys and values MiB |\n\
+    out += "\n| part | forwards | launches | total ms | share | weights MiB | KV cache MiB |\n\
             | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
     let mib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
     let memory = profile.memory;
@@ -115,7 +117,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
         );
     }
     out += &format!(
-        "\nmemory: {} MiB in use of {} that pages hold, {} of them free; {} MiB at most\n",
+        "\nmemory: {} MiB in use of {} MiB reserved, {} free; peak {} MiB\n",
         mib(memory.used_bytes),
         mib(memory.reserved_bytes),
         percent(Some(memory.fragmentation())),
@@ -124,7 +126,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     out
 }
 
-/// Three significant digits, and all that are before the point.
+/// Formats three significant digits, or all digits before the point if they are more.
 fn digits(value: f64) -> String {
     let places = match value > 0.0 {
         true => 2 - value.log10().floor() as i32,

@@ -1,4 +1,4 @@
-//! `flashover tokenize`.
+//! `flashover tokenize`: converts text to token ids and back.
 
 use std::path::PathBuf;
 
@@ -14,24 +14,25 @@ pub(crate) struct Args {
     model: PathBuf,
     #[command(flatten)]
     hub: HubArgs,
-    /// The text; without it, --text and --tokens, standard input
+    /// Text to tokenize [default: standard input]
     #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["text", "tokens"])]
     prompt: Option<String>,
-    /// A file with the text
+    /// Read the text from a UTF-8 file
     #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
     text: Option<PathBuf>,
-    /// Ids in place of a text; what each stands for comes out, as a JSON list
+    /// Comma-separated token ids to decode; prints the text of each as a JSON list
     #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token)]
     tokens: Option<Vec<u32>>,
 }
 
-/// Ids are those that a model passes, with what the tokenizer puts before a text.
+/// Prints token ids, or the texts of given ids. The ids are those that a model receives, including the special tokens
+/// that the tokenizer adds.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let tokenizer = Tokenizer::open(args.hub.tokenizer(&args.model)?)?;
     if let Some(ids) = &args.tokens {
         if let Some(id) = ids.iter().find(|id| !tokenizer.has(**id)) {
             bail!(
-                "the tokenizer has no token {id}\nhint: `flashover tokenize --prompt` prints ids"
+                "the tokenizer has no token {id}\nhint: print valid ids with `flashover tokenize --prompt TEXT`"
             );
         }
         let texts: Vec<String> =

@@ -103,7 +103,7 @@ fn check_folder(path: &Path, folder: &Path) -> Result<(), OutFileError> {
 
 /// Resolves the symbolic links of `path`; the target need not exist.
 fn behind_links(path: &Path) -> io::Result<PathBuf> {
-    // Linux follows as many.
+    // Linux has the same limit.
     const MOST: usize = 40;
     let mut target = path.to_owned();
     for _ in 0..MOST {

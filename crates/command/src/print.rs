@@ -71,7 +71,7 @@ mod tests {
         assert!(print_into(&mut pipe, "text\n").expect("a reader"));
         drop(reader);
         assert!(!print_into(&mut pipe, "text\n").expect("no reader"));
-        note_into(&mut pipe, format_args!("nobody hears it, and nothing panics"));
+        note_into(&mut pipe, format_args!("a closed pipe causes no panic"));
         let Ok(mut full) = std::fs::OpenOptions::new().write(true).open("/dev/full") else {
             println!("skipped: needs /dev/full");
             return;

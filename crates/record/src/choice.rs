@@ -77,7 +77,7 @@ macro_rules! choice {
 }
 
 choice! {
-    /// A runtime and the code that it takes, fastest first; `auto` chooses in this order.
+    /// A runtime and its kernel language, fastest first; `auto` chooses in this order.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
     Backend is a "backend"

@@ -246,7 +246,7 @@ pub struct Check {
     pub tolerance: Option<f64>,
     pub passed: bool,
     pub error: Option<String>,
-    /// FNV-1a hash of the output bytes, to find back ends that agree bit for bit.
+    /// FNV-1a hash of the output bytes, to find backends that agree bit for bit.
     pub digest: Option<String>,
 }
 

@@ -77,7 +77,7 @@ pub struct VerifyArgs {
     /// Run under compute-sanitizer, which needs CUDA and is many times slower
     #[arg(long, value_name = "TOOL")]
     pub sanitizer: Option<Sanitizer>,
-    /// Processes that share the checks of a backend; compilers and references take most of the time and use few cores
+    /// Number of parallel processes that share the checks of a backend
     #[arg(long, default_value_t = NonZeroUsize::MIN, value_name = "N")]
     pub jobs: NonZeroUsize,
     /// Write one JSON line per kernel and backend to this file

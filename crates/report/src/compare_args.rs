@@ -27,8 +27,8 @@ pub struct CompareArgs {
     /// Folder with config.json and safetensors, as on Hugging Face
     #[arg(long, short, value_name = "DIR")]
     pub model: PathBuf,
-    /// Backends to compare: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu. Each runs every precision; the first
-    /// result is the reference for all others
+    /// Backends to compare, each in every precision: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu; the first
+    /// result is the reference
     #[arg(long, default_value = "all", value_name = "LIST")]
     pub backend: Selection,
     /// Restrict the CUDA device to the capabilities of this GPU
@@ -39,16 +39,16 @@ pub struct CompareArgs {
     pub dtype: Option<String>,
     #[arg(long, default_value = "none", value_name = "LIST", value_parser = quants, help = quant_help())]
     pub quant: List,
-    /// Format of the KV cache: a list of float (the compute dtype), int8
+    /// Formats of the KV cache: a list of float (the compute dtype), int8
     #[arg(long, default_value = "float", value_name = "LIST", value_parser = kv_caches)]
     pub kv_cache: List,
     /// Prompt as text [default: Once upon a time]
     #[arg(long, value_name = "TEXT", conflicts_with = "tokens")]
     pub prompt: Option<String>,
-    /// Prompt as token ids
+    /// Prompt as comma-separated token ids
     #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = token)]
     pub tokens: Option<Vec<u32>>,
-    /// Tokens that each backend generates greedily
+    /// Number of tokens to generate greedily
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
     /// Also measure perplexity on this text
@@ -82,7 +82,7 @@ fn known_quants() -> Vec<&'static str> {
 
 fn quant_help() -> String {
     let known = known_quants().join(", ");
-    format!("How the matrices of the layers are quantised at load: a list out of {known}")
+    format!("Weight formats to quantise the layers to at load: a list of {known}")
 }
 
 fn kv_caches(text: &str) -> Result<List, String> {

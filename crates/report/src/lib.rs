@@ -1,4 +1,4 @@
-//! Runs one process per back end for `bench`, `verify` and `compare`, and renders the results.
+//! Runs one process per backend for `bench`, `verify` and `compare`, and renders the results.
 //!
 //! This crate does not depend on Burn or CubeCL. It holds the command lines of these commands, so that `cargo xtask`
 //! rejects a mistake in seconds, before it builds the programs.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Stands in for `flashover`: prints the files next to it, one for each backend, precision and question.
+# Replaces `flashover` in tests: prints the file for a backend, precision and subcommand, in the folder of this script.
 here=$(dirname "$0")
 question=$1
 subject= quant= kv=

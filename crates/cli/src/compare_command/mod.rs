@@ -1,13 +1,13 @@
-//! `flashover compare`: one model on several backends, in several precisions, and how far they are apart.
+//! `flashover compare`: runs one model on several backends in several precisions and measures the differences.
 //!
 //! ```text
-//! generate   greedy tokens of each subject: a backend in a precision
-//! logits     after the prompt and the reference's greedy tokens: divergence, KL, largest difference
-//! logits     after each token of a text: perplexity
+//! generate   greedy tokens of each subject (a backend in a precision)
+//! logits     over the prompt and the reference's greedy tokens: divergence, KL, largest difference
+//! logits     over a text: perplexity
 //! bench      speed
 //! ```
 //!
-//! Each is a process of its own, so that a crash loses one subject only. The reference is the first subject that gives
+//! Each line is a separate process, so that a crash loses only one subject. The reference is the first subject with
 //! tokens and logits.
 
 mod numbers;
@@ -26,10 +26,10 @@ use self::program::{Failure, Model, Speed};
 use self::subject::Subject;
 use crate::model_args::text_file;
 
-/// Logits that are asked for at once: a model of a large vocabulary has 256 MiB of them in a window.
+/// Maximum bytes of logits per process. One window of 512 tokens takes 256 MiB with a vocabulary of 131072.
 const BYTES_AT_ONCE: usize = 512 << 20;
 
-/// Tokens that are asked for at once: an argument holds 128 KiB.
+/// Maximum tokens per process, because Linux limits an argument to 128 KiB.
 const TOKENS_AT_ONCE: usize = 16 << 10;
 
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     report.verdict()
 }
 
-/// What every subject computes.
+/// Inputs that all subjects share.
 struct Task<'a> {
     model: &'a Model<'a>,
     args: &'a CompareArgs,
@@ -63,7 +63,7 @@ struct Task<'a> {
     text: Option<Windows>,
 }
 
-/// The result that the others are compared with.
+/// Result that the other subjects are compared with.
 struct Reference {
     subject: Subject,
     greedy: Vec<u32>,
@@ -73,20 +73,20 @@ struct Reference {
 impl<'a> Task<'a> {
     fn new(model: &'a Model<'a>, tokenizer: Option<&Tokenizer>, window: usize) -> Result<Self> {
         let args = model.args;
-        // Files that lack a tokenizer and need one were refused.
+        // `check_files` has refused folders that need a tokenizer and lack one.
         let ids = |text: &str| tokenizer.map_or(Ok(Vec::new()), |own| own.encode(text, true));
         let prompt = match (&args.tokens, &args.prompt) {
             (Some(tokens), _) => tokens.clone(),
             (None, prompt) => ids(prompt.as_deref().unwrap_or(PROMPT))?,
         };
         if prompt.is_empty() {
-            return Err(usage("the prompt has no tokens", "give one, such as --prompt Once"));
+            return Err(usage("the prompt has no tokens", "give a prompt, such as --prompt Once"));
         }
         let Some(file) = &args.text else { return Ok(Self { model, args, prompt, text: None }) };
         let windows = Windows::new(&ids(&text_file(file, "--text")?)?, &ids("")?, window);
         if windows.scored(&windows.list) == 0 {
             return Err(usage(
-                format!("{} has one token, and perplexity is of those after it", file.display()),
+                format!("expected at least two tokens in {} for perplexity", file.display()),
                 "give a longer text",
             ));
         }
@@ -117,7 +117,7 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Fills in a row; results from before a failure stay in it.
+    /// Fills in a row. After a failure, earlier results stay in it.
     fn fill(
         &self,
         on: Subject,
@@ -125,7 +125,7 @@ impl<'a> Task<'a> {
         reference: &mut Option<Reference>,
     ) -> Result<(), Failure> {
         let greedy = self.model.greedy(on, &self.prompt)?;
-        // What comes after the last token is not compared, and the context may end with it.
+        // The logits after the last token are not compared, and it may exceed the context.
         let led =
             |greedy: &[u32]| [&self.prompt[..], &greedy[..greedy.len().saturating_sub(1)]].concat();
         let passed = led(reference.as_ref().map_or(&greedy, |reference| &reference.greedy));
@@ -163,13 +163,13 @@ impl<'a> Task<'a> {
         }
         let perplexity = (sum / windows.scored(&windows.list) as f64).exp();
         if !perplexity.is_finite() {
-            return Err(format!("the perplexity is {perplexity}").into());
+            return Err(format!("expected a finite perplexity, got {perplexity}").into());
         }
         Ok(Some(perplexity))
     }
 }
 
-/// The result of a comparison.
+/// Result of a comparison.
 #[derive(Debug, Clone, Serialize)]
 struct Report {
     model: String,
@@ -180,7 +180,7 @@ struct Report {
     rows: Vec<Row>,
 }
 
-/// The text whose perplexity is measured.
+/// Text of the perplexity measurement.
 #[derive(Debug, Clone, Serialize)]
 struct Text {
     file: String,
@@ -188,7 +188,7 @@ struct Text {
     window: usize,
 }
 
-/// One subject.
+/// Results of one subject.
 #[derive(Debug, Clone, Serialize)]
 struct Row {
     name: String,
@@ -221,7 +221,7 @@ impl Row {
         }
     }
 
-    /// The message of a program that refused before it gave a result.
+    /// Returns the message of a program that refused its input before the first result.
     fn refusal(&self) -> Option<&str> {
         let refusal = self.failure.as_ref()?.refusal.as_deref();
         refusal.filter(|_| self.greedy.is_none())
@@ -229,27 +229,27 @@ impl Row {
 }
 
 impl Report {
-    /// The message, where every subject refuses the input for the same reason: the input is at fault.
+    /// Returns the message if every subject refused the input for the same reason, because then the input is wrong.
     fn refusal(&self) -> Option<&str> {
         let mut refusals = self.rows.iter().map(Row::refusal);
         let first = refusals.next()??;
         refusals.all(|other| other == Some(first)).then_some(first)
     }
 
-    /// Adds the texts of the tokens where subjects diverge.
+    /// Adds the texts of the tokens at each divergence.
     fn name_tokens(&mut self, tokenizer: &Tokenizer) {
         let agreements = self.rows.iter_mut().filter_map(|row| row.agreement.as_mut());
         for parted in agreements.filter_map(|agreement| agreement.divergence.as_mut()) {
             for choice in [&mut parted.reference, &mut parted.here] {
-                // An id past the tokenizer's has no text.
+                // An id outside of the tokenizer's vocabulary has no text.
                 let known = Some(choice.token).filter(|token| tokenizer.has(*token));
                 choice.text = known.and_then(|token| tokenizer.decode(&[token], true).ok());
             }
         }
     }
 
-    /// Fails with exit code 1 when a backend failed, or refused every precision. To refuse one precision and answer in
-    /// another is no failure, and neither are tokens that differ.
+    /// Fails with exit code 1 if a backend failed or refused every precision. A backend may refuse one precision if it
+    /// has results in another. Tokens that differ are not a failure.
     fn verdict(&self) -> Result<()> {
         let answers =
             |on: Backend| self.rows.iter().any(|r| r.backend == on && r.failure.is_none());
@@ -276,7 +276,7 @@ mod tests {
 
     use super::*;
 
-    /// A tokenizer of two words.
+    /// A tokenizer with two words.
     const TWO_WORDS: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
         "normalizer": null, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
@@ -303,7 +303,7 @@ mod tests {
         Cli::try_parse_from([&["compare", "--model", folder], more].concat()).unwrap().args
     }
 
-    /// A folder that stands in for a model and for the program, which prints what a test has each subject say.
+    /// A folder with a fake model and a fake program, which prints the output that a test sets for each subject.
     struct Stage(tempfile::TempDir);
 
     impl Stage {
@@ -333,7 +333,7 @@ mod tests {
             fs::write(self.path(&format!("{subject}.{question}")), text).unwrap();
         }
 
-        /// Three tokens of a vocabulary of two.
+        /// Sets tokens and speed, and logits after three tokens for a vocabulary of two.
         fn answers(&self, subject: &str, greedy: &str, logits: [f32; 6]) {
             self.says(subject, "generate", format!("{greedy}\n"));
             let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
@@ -384,7 +384,7 @@ mod tests {
         assert_eq!((parted.reference.token, parted.reference.gap), (1, 2.0));
         assert_eq!((parted.here.token, parted.here.gap), (0, 1.0));
         assert_eq!(agreement.max_difference, 0.5);
-        // b after a, then a after b.
+        // The text predicts b after a, then a after b.
         let e = std::f64::consts::E;
         let want = ((1.0 + 1.0 / e) * (1.0 + e * e)).sqrt();
         assert!((vulkan.perplexity.unwrap() - want).abs() < 1e-9, "{report:?}");

@@ -1,11 +1,11 @@
-//! How far apart two subjects are, and how well one tells a text: functions of logits and tokens.
+//! Computes differences between two subjects, and perplexity, from logits and tokens.
 //!
-//! Sums are in f64. A logit that is no number makes the result none, never a small one.
+//! Sums are in f64. A NaN among the logits makes the result NaN, never a small number.
 
 use safetensors::{Dtype, SafeTensors};
 use serde::Serialize;
 
-/// What a model gives after each of several tokens, `[positions, vocab]`.
+/// Logits after each of several tokens, `[positions, vocab]`.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Logits {
     vocab: usize,
@@ -13,11 +13,13 @@ pub(super) struct Logits {
 }
 
 impl Logits {
+    /// Makes logits of `[values.len() / vocab, vocab]`.
+    ///
     /// # Errors
-    /// Says which position holds a logit that is not finite, or what is wrong with the shape.
+    /// The shape is wrong, or a logit is not finite; the message names its position.
     pub(super) fn new(vocab: usize, values: Vec<f32>) -> Result<Self, String> {
         if vocab == 0 || values.len() % vocab != 0 {
-            return Err(format!("{} logits are no rows of {vocab}", values.len()));
+            return Err(format!("expected rows of {vocab} logits, got {} in total", values.len()));
         }
         match values.iter().position(|value| !value.is_finite()) {
             Some(at) => Err(format!("the logits after token {} hold {}", at / vocab, values[at])),
@@ -25,19 +27,22 @@ impl Logits {
         }
     }
 
-    /// Reads what `flashover logits` writes for so many tokens.
+    /// Reads the output of `flashover logits` for `positions` tokens.
     ///
     /// # Errors
-    /// As [`Logits::new`], and for anything else than such a file.
+    /// As [`Logits::new`]; the file is not in safetensors or has another shape or dtype.
     pub(super) fn read(bytes: &[u8], positions: usize) -> Result<Self, String> {
-        let file = SafeTensors::deserialize(bytes).map_err(|why| format!("no logits: {why}"))?;
-        let tensor = file.tensor("logits").map_err(|why| format!("no logits: {why}"))?;
+        let file =
+            SafeTensors::deserialize(bytes).map_err(|why| format!("cannot read logits: {why}"))?;
+        let tensor = file.tensor("logits").map_err(|why| format!("cannot read logits: {why}"))?;
         let &[rows, vocab] = tensor.shape() else {
-            return Err(format!("logits of shape {:?}", tensor.shape()));
+            return Err(format!("expected logits [tokens, vocab], got {:?}", tensor.shape()));
         };
         if rows != positions || tensor.dtype() != Dtype::F32 {
             let dtype = tensor.dtype();
-            return Err(format!("logits of {rows} tokens in {dtype:?}, not {positions} in F32"));
+            return Err(format!(
+                "expected logits of {positions} tokens in F32, got {rows} in {dtype:?}"
+            ));
         }
         let values = tensor.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
         Self::new(vocab, values.collect())
@@ -51,53 +56,55 @@ impl Logits {
         self.vocab
     }
 
-    /// What comes after the token at `position`.
+    /// Returns the logits after the token at `position`, `[vocab]`.
     fn after(&self, position: usize) -> &[f32] {
         &self.values[position * self.vocab..][..self.vocab]
     }
 }
 
-/// How a subject agrees with the reference.
+/// Agreement of a subject with the reference.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Agreement {
-    /// How many greedy tokens are the reference's, up to the first that is not.
+    /// Number of greedy tokens before the first that differs from the reference.
     pub(super) equal_tokens: usize,
-    /// How many greedy tokens the reference gave.
+    /// Number of greedy tokens of the reference.
     pub(super) greedy_tokens: usize,
     pub(super) divergence: Option<Divergence>,
-    /// Of KL(reference || here), in nats.
+    /// Mean and maximum of KL(reference || here) over positions, in nats.
     pub(super) kl_mean: f64,
     pub(super) kl_max: f64,
-    /// Of two logits, over the largest of the reference.
+    /// Largest difference of two logits, relative to the largest magnitude in the reference.
     pub(super) max_difference: f64,
 }
 
-/// The first greedy token that differs. Before it both sides have seen the same.
+/// The first greedy token that differs. Both sides have the same tokens before it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Divergence {
     pub(super) reference: Choice,
     pub(super) here: Choice,
 }
 
-/// What one side took.
+/// The token that one side chose.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Choice {
     pub(super) token: u32,
     pub(super) text: Option<String>,
-    /// Its logit less that of the other side's token, both of this side.
+    /// Logit of this token minus the logit of the other side's token, both from this side.
     pub(super) gap: f32,
 }
 
-/// Greedy tokens after a prompt, and the logits after the prompt's tokens and all of the reference's greedy
-/// tokens but the last.
+/// Greedy tokens after a prompt, and the logits after each token of the prompt and of the reference's greedy tokens,
+/// except the last.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Answer<'a> {
     pub(super) greedy: &'a [u32],
     pub(super) logits: &'a Logits,
 }
 
+/// Compares a subject with the reference. `prompt` is the number of prompt tokens.
+///
 /// # Errors
-/// Logits of another shape.
+/// The shapes of the logits differ.
 pub(super) fn agreement(
     prompt: usize,
     reference: Answer<'_>,
@@ -106,7 +113,7 @@ pub(super) fn agreement(
     let shape = |answer: Answer<'_>| [answer.logits.positions(), answer.logits.vocab()];
     if shape(reference) != shape(here) {
         return Err(format!(
-            "logits {:?} where the reference has {:?}",
+            "expected logits {1:?} as in the reference, got {0:?}",
             shape(here),
             shape(reference)
         ));
@@ -140,11 +147,11 @@ pub(super) fn agreement(
     })
 }
 
-/// KL(a || b) of the distributions that two rows of logits stand for, in nats.
+/// Returns KL(softmax(a) || softmax(b)) in nats.
 fn kl(a: &[f32], b: &[f32]) -> f64 {
     let (log_a, log_b) = (log_softmax(a), log_softmax(b));
     let sum: f64 = log_a.iter().zip(&log_b).map(|(a, b)| a.exp() * (a - b)).sum();
-    // Rounding may take it below 0, where it cannot be; `max` would hide NaN.
+    // Rounding may give a value below 0. `max` would hide NaN.
     if sum < 0.0 { 0.0 } else { sum }
 }
 
@@ -153,54 +160,55 @@ fn log_softmax(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|logit| f64::from(*logit) - log_sum).collect()
 }
 
-/// ln of the sum of exp.
+/// Returns ln(sum(exp(logits))).
 fn log_sum(logits: &[f32]) -> f64 {
     let most = logits.iter().copied().map(f64::from).fold(f64::NEG_INFINITY, f64::max);
     most + logits.iter().map(|logit| (f64::from(*logit) - most).exp()).sum::<f64>().ln()
 }
 
-/// The largest |a - b| over the largest |a|.
+/// Returns max|a - b| / max|a|.
 fn difference(a: &[f32], b: &[f32]) -> f64 {
     let apart = largest(a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs()));
     let most = largest(a.iter().map(|a| f64::from(*a).abs()));
     if apart == 0.0 { 0.0 } else { apart / most }
 }
 
-/// The largest of values from 0 up; NaN when one of them is.
+/// Returns the largest of non-negative values; NaN if one is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
     let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
     values.into_iter().fold(0.0, larger)
 }
 
-/// A text in runs of tokens that a model passes one by one, from an empty cache.
+/// A text split into windows of tokens. Each window runs from an empty KV cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Windows {
-    /// All of one size but the last, which may be shorter.
+    /// Windows of `size` tokens; the last may be shorter.
     pub(super) list: Vec<Vec<u32>>,
     pub(super) size: usize,
-    /// Tokens at the beginning of each that are not the text's.
+    /// Number of special tokens at the start of each window.
     head: usize,
 }
 
 impl Windows {
-    /// What the tokenizer puts before a text stands before every window; `empty` is what it makes of an empty text.
+    /// Splits `ids`, and repeats the tokenizer's leading special tokens in each window. `empty` is the encoding of an
+    /// empty text.
     pub(super) fn new(ids: &[u32], empty: &[u32], size: usize) -> Self {
         let head = ids.iter().zip(empty).take_while(|(a, b)| a == b).count();
         let (first, text) = ids.split_at(head);
         let size = size.max(head + 1);
         let mut list: Vec<_> =
             text.chunks(size - head).map(|part| [first, part].concat()).collect();
-        // Nothing tells a token that nothing stands before.
+        // A single token has no predecessor to be predicted from.
         list.retain(|window| window.len() > 1);
         Self { list, size, head }
     }
 
-    /// Tokens that something stands before, in the windows of a list.
+    /// Counts the tokens that are predicted in the windows of a list.
     pub(super) fn scored(&self, list: &[Vec<u32>]) -> usize {
         list.iter().map(|window| window.len() - self.head.max(1)).sum()
     }
 
-    /// How surprising those tokens are together, in nats; `logits` are those after each token of `list`.
+    /// Returns the sum of the negative log-likelihoods of these tokens in nats. `logits` follow each token of `list`.
     pub(super) fn surprise(&self, list: &[Vec<u32>], logits: &Logits) -> f64 {
         let (mut sum, mut begin) = (0.0, 0);
         for window in list {
@@ -229,7 +237,7 @@ mod tests {
         (have - want).abs() < 1e-7
     }
 
-    /// Logits of these probabilities.
+    /// Returns logits with these probabilities.
     fn logs(probabilities: &[f64]) -> Vec<f32> {
         probabilities.iter().map(|p| p.ln() as f32).collect()
     }
@@ -254,7 +262,7 @@ mod tests {
         assert!(largest([1.0, f64::NAN, 3.0]).is_nan());
     }
 
-    /// A prompt of two tokens, three greedy ones of which the second differs: its row is the third.
+    /// The prompt has two tokens. The second of three greedy tokens differs, and its logits are row 2.
     #[test]
     fn the_first_difference_has_the_gap_of_either_side() {
         let theirs = logits(3, &[0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 5.0, 4.5, 0.0, 0.0, 1.0, 2.0]);
@@ -276,7 +284,7 @@ mod tests {
         assert_eq!((short.equal_tokens, short.divergence), (1, None), "nothing to set against");
         let other = logits(4, &[0.0; 12]);
         let error = agreement(2, answer(&[2], &theirs), answer(&[2], &other)).unwrap_err();
-        assert_eq!(error, "logits [3, 4] where the reference has [4, 3]");
+        assert_eq!(error, "expected logits [4, 3] as in the reference, got [3, 4]");
     }
 
     #[test]
@@ -295,7 +303,7 @@ mod tests {
         assert!(Windows::new(&[1], &[1], 3).list.is_empty());
     }
 
-    /// Probability 1/2, then 1/8, then 1/4: of three tokens one is as hard to tell as one of four.
+    /// The three tokens have probabilities 1/2, 1/8 and 1/4, so perplexity is 4.
     #[test]
     fn surprise_is_of_the_token_that_comes() {
         let list = Windows::new(&[1, 0, 1, 0], &[1], 3);
@@ -320,9 +328,9 @@ mod tests {
         for (bytes, want) in [
             (file(&[2, 2], &[1.0, 2.0, f32::NAN, 4.0]), "the logits after token 1 hold NaN"),
             (file(&[2, 2], &[f32::NEG_INFINITY, 2.0, 1.0, 4.0]), "after token 0 hold -inf"),
-            (file(&[1, 4], &values), "logits of 1 tokens in F32, not 2 in F32"),
-            (file(&[4], &values), "logits of shape [4]"),
-            (b"none".to_vec(), "no logits: "),
+            (file(&[1, 4], &values), "expected logits of 2 tokens in F32, got 1 in F32"),
+            (file(&[4], &values), "expected logits [tokens, vocab], got [4]"),
+            (b"none".to_vec(), "cannot read logits: "),
         ] {
             let error = Logits::read(&bytes, 2).unwrap_err();
             assert!(error.contains(want), "{error}");

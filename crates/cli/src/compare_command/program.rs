@@ -1,4 +1,4 @@
-//! The program `flashover` on one model: one process a question, so that a crash costs one subject.
+//! Runs `flashover` on one model, in one process per measurement, so that a crash loses only one subject.
 
 use std::process::{Command, Output, Stdio};
 
@@ -10,22 +10,22 @@ use serde::{Deserialize, Serialize};
 use super::numbers::Logits;
 use super::subject::Subject;
 
-/// Repetitions of a speed test, after one to warm up.
+/// Repetitions of a speed test, after one warm-up run.
 const REPETITIONS: &str = "3";
 
-/// A model, and how every subject loads it.
+/// A model with the load options that all subjects share.
 pub(super) struct Model<'a> {
-    /// Names the program to start.
+    /// Returns a command that starts `flashover`.
     pub(super) flashover: &'a dyn Fn() -> Result<Command>,
     pub(super) args: &'a CompareArgs,
 }
 
-/// Why a subject gives no result.
+/// Reason that a subject has no result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Failure {
-    /// In one line.
+    /// The reason in one line.
     pub(super) what: String,
-    /// The whole message with its hint, of a program that refused its input.
+    /// The whole message with its hint, if the program refused its input.
     pub(super) refusal: Option<String>,
 }
 
@@ -35,18 +35,18 @@ impl From<String> for Failure {
     }
 }
 
-/// The speed of a subject, and the precision it computes in.
+/// Speed of a subject and its precision.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Speed {
     pub(super) compute: String,
     pub(super) quant: Option<String>,
-    /// How keys and values are stored.
+    /// Format of the KV cache.
     pub(super) kv: String,
     pub(super) prompt: Rate,
     pub(super) generate: Rate,
 }
 
-/// Tokens per second, over so many tokens.
+/// Tokens per second of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Rate {
     pub(super) tokens: usize,
@@ -65,10 +65,10 @@ impl Model<'_> {
             command::note!("{on}: {line}");
         }
         let printed = String::from_utf8_lossy(&output.stdout);
-        Ok(ids(&printed).map_err(|why| format!("generate printed no tokens: {why}"))?)
+        Ok(ids(&printed).map_err(|why| format!("cannot parse the output of generate: {why}"))?)
     }
 
-    /// Computes the logits after each token, in windows that do not see each other.
+    /// Computes the logits after each token. Each window starts from an empty KV cache.
     pub(super) fn logits(
         &self,
         on: Subject,
@@ -81,7 +81,7 @@ impl Model<'_> {
         Ok(Logits::read(&output.stdout, tokens.len())?)
     }
 
-    /// Measures the prefill of `prompt` tokens and the decoding of `generated`.
+    /// Measures the prefill of `prompt` tokens and the decode of `generated` tokens.
     pub(super) fn speed(
         &self,
         on: Subject,
@@ -91,7 +91,8 @@ impl Model<'_> {
         let (prompt, generated) = (prompt.to_string(), generated.to_string());
         let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--output", "json"];
         let output = self.run(on, "bench", &tests)?;
-        Ok(speed(&output.stdout).map_err(|why| format!("bench printed something else: {why}"))?)
+        Ok(speed(&output.stdout)
+            .map_err(|why| format!("cannot parse the output of bench: {why}"))?)
     }
 
     fn run(&self, on: Subject, name: &str, more: &[&str]) -> Result<Output, Failure> {
@@ -120,7 +121,7 @@ impl Model<'_> {
     }
 }
 
-/// Takes the text after `error: `, or how the program ended.
+/// Extracts the text after `error: ` from a log. Without one, uses `end`, the description of the exit status.
 fn failure(log: &str, code: Option<i32>, end: &str) -> Failure {
     let first = log.strip_prefix("error: ");
     let Some(said) = first.or_else(|| Some(log.split_once("\nerror: ")?.1)) else {
@@ -132,7 +133,7 @@ fn failure(log: &str, code: Option<i32>, end: &str) -> Failure {
     }
 }
 
-/// The rows of a prompt and of generating.
+/// Reads the rows of the prefill test and of the decode test.
 fn speed(printed: &[u8]) -> serde_json::Result<Speed> {
     #[derive(Deserialize)]
     struct Row {
@@ -155,15 +156,15 @@ fn speed(printed: &[u8]) -> serde_json::Result<Speed> {
     })
 }
 
-/// `1,2,3`
+/// Formats ids as `1,2,3`.
 fn list(ids: &[u32]) -> String {
     ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// Reads what [`list`] writes; an empty line is no id.
+/// Parses ids that [`list`] formatted. An empty line contains no ids.
 fn ids(printed: &str) -> Result<Vec<u32>, String> {
     let parts = printed.trim().split(',').filter(|part| !part.is_empty());
-    parts.map(|id| id.parse().map_err(|_| format!("`{id}` is no id"))).collect()
+    parts.map(|id| id.parse().map_err(|_| format!("expected a token id, got `{id}`"))).collect()
 }
 
 #[cfg(test)]
@@ -185,7 +186,7 @@ mod tests {
     fn ids_are_read_as_they_are_written() {
         assert_eq!(ids(&(list(&[1, 22, 3]) + "\n")), Ok(vec![1, 22, 3]));
         assert_eq!(ids("\n"), Ok(vec![]));
-        assert_eq!(ids("1,Once").unwrap_err(), "`Once` is no id");
+        assert_eq!(ids("1,Once").unwrap_err(), "expected a token id, got `Once`");
     }
 
     #[test]

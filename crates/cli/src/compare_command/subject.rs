@@ -1,22 +1,22 @@
-//! What is compared: a backend in a precision.
+//! Subject of a comparison: a backend in a precision.
 
 use std::fmt;
 
 use flashover::Backend;
 use report::CompareArgs;
 
-/// A backend, and how it stores weights, keys and values.
+/// A backend with the format of its weights and of its KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Subject {
     pub(super) backend: Backend,
-    /// `none`, or a format that weights are quantised to at load.
+    /// Weight format to quantise to at load, or `none`.
     pub(super) quant: &'static str,
-    /// `float`, or a format of keys and values.
+    /// Format of the KV cache, or `float` for the compute dtype.
     pub(super) kv: &'static str,
 }
 
 impl Subject {
-    /// Every precision of a backend, with that of weights outermost.
+    /// Lists every precision of a backend, with weight formats in the outer loop.
     pub(super) fn of(backend: Backend, args: &CompareArgs) -> impl Iterator<Item = Self> {
         let caches = &args.kv_cache.0;
         let of = move |quant| caches.iter().map(move |&kv| Self { backend, quant, kv });
@@ -24,7 +24,7 @@ impl Subject {
     }
 }
 
-/// `cpu`, `cpu int8`, `cpu nf4, kv int8`: the backend, then what is quantised.
+/// Formats the backend, then the quantised formats: `cpu`, `cpu int8`, `cpu nf4, kv int8`.
 impl fmt::Display for Subject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { backend, quant, kv } = *self;

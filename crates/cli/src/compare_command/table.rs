@@ -1,4 +1,4 @@
-//! A comparison as text: one table, and how to read it.
+//! Formats a comparison as one table with a legend.
 
 use report::{Align, Style, Table, digits, error};
 
@@ -12,7 +12,7 @@ pub(super) fn document(report: &Report, style: Style) -> String {
     out + "\n" + &style.escape(&reading(report))
 }
 
-/// What was asked.
+/// Formats the model, the prompt and the text in one line.
 fn facts(report: &Report) -> String {
     let Report { model, profile, prompt, text, .. } = report;
     let mut out = model.clone();
@@ -22,7 +22,8 @@ fn facts(report: &Report) -> String {
     out += &format!(": a prompt of {}", tokens(prompt.len()));
     if let Some(text) = text {
         let scored = tokens(text.scored_tokens);
-        out += &format!("; perplexity of {scored} of {}, in windows of {}", text.file, text.window);
+        out +=
+            &format!("; perplexity over {scored} of {}, in windows of {}", text.file, text.window);
     }
     out + "\n"
 }
@@ -31,7 +32,7 @@ fn tokens(count: usize) -> String {
     if count == 1 { "1 token".into() } else { format!("{count} tokens") }
 }
 
-/// A column a subject: several stand side by side on a terminal.
+/// Builds a table with one column per subject, because several subjects fit side by side on a terminal.
 fn table(report: &Report) -> Table {
     let names = report.rows.iter().map(|row| (row.name.clone(), Align::Left));
     let mut table = Table::new([(String::new(), Align::Left)].into_iter().chain(names));
@@ -76,7 +77,7 @@ fn token(choice: &Choice) -> String {
     format!("{}{}", choice.token, text.unwrap_or_default())
 }
 
-/// The reference's side of a divergence, and the other's.
+/// Formats both sides of a divergence, the reference first.
 fn pair(row: &Row, of: impl Fn(&Choice) -> String) -> Option<String> {
     let parted = row.agreement.as_ref()?.divergence.as_ref()?;
     Some(format!("{} / {}", of(&parted.reference), of(&parted.here)))
@@ -86,24 +87,24 @@ fn rate(rate: Rate) -> String {
     format!("{} ± {}", digits(rate.mean), digits(rate.deviation))
 }
 
-/// What the lines mean, or why some are not there.
+/// Explains the lines of the table, or why some are missing.
 fn reading(report: &Report) -> String {
-    let Some(name) = &report.reference else { return "No backend answered.\n".into() };
+    let Some(name) = &report.reference else { return "No backend has results.\n".into() };
     let mut agreements = report.rows.iter().filter_map(|row| row.agreement.as_ref()).peekable();
     let Some(first) = agreements.peek() else {
-        return format!("Only {name} answered: there is nothing to compare it with.\n");
+        return format!("Only {name} has results, so the comparison is empty.\n");
     };
     let passed = report.prompt.len() + first.greedy_tokens.saturating_sub(1);
     let mut out = String::new();
     if agreements.any(|agreement| agreement.divergence.is_some()) {
         out += &format!(
-            "- first difference: the token of {name} / of the other; logit gap: by how much each leads the other, in \
-             the logits of its own side\n"
+            "- first difference: token of {name} / of the subject; logit gap: logit of the chosen token \
+             minus that of the other side's token, on each side\n"
         );
     }
     out + &format!(
         "- KL mean, KL max: KL({name} || other) in nats; max difference: of two logits, relative to the largest of \
-         {name}; both over the {passed} tokens of the prompt and the answer of {name}\n"
+         {name}; both over the {passed} tokens of the prompt and the greedy output of {name}\n"
     )
 }
 

@@ -1,14 +1,14 @@
-//! Readings as text: for people, as lines of JSON, as CSV.
+//! Formats readings for people, as JSON lines and as CSV.
 
 use console::{Term, truncate_str};
 use flashover::monitor::{Quantity, Reading, Warning, Why};
 use serde::Serialize;
 use serde_json::Value;
 
-/// Columns of a text that goes to no terminal.
+/// Line width in columns if standard output is not a terminal.
 pub(super) const WIDTH: usize = 100;
 
-/// A reading with its time and what is wrong with it.
+/// A reading with its time and its warnings.
 #[derive(Serialize)]
 struct Line<'a> {
     time: &'a str,
@@ -28,7 +28,7 @@ pub(super) fn json(time: &str, readings: &[Reading]) -> serde_json::Result<Strin
     readings.iter().map(line).collect()
 }
 
-/// Rows of one table, with the columns before the first.
+/// CSV rows of one table. The header precedes the first row.
 #[derive(Default)]
 pub(super) struct Table {
     begun: bool,
@@ -50,7 +50,7 @@ impl Table {
     }
 }
 
-/// A value in one cell: of a list its words, of a warning its kind, of a lack its quantities.
+/// Formats a value as one cell: a list as its words, a warning as its kind, a lack as its quantities.
 fn cell(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -64,7 +64,7 @@ fn cell(value: &Value) -> String {
     }
 }
 
-/// A terminal on which one sample replaces the last.
+/// A terminal on which each sample replaces the previous one.
 #[derive(Default)]
 pub(super) struct Screen {
     lines: usize,
@@ -76,8 +76,8 @@ impl Screen {
         self.drawn(time, readings, rows.into(), columns.into())
     }
 
-    /// Goes up to where the last one began, and clears what is left of it. What the terminal has no
-    /// rows for is cut off, since nothing goes up to what has scrolled away.
+    /// Draws a sample over the previous one and clears the rest of it. Cuts off lines beyond the height of the
+    /// terminal, because the cursor cannot return to lines that have scrolled away.
     fn drawn(&mut self, time: &str, readings: &[Reading], rows: usize, columns: usize) -> String {
         let text = blocks(time, readings, columns);
         let mut frame = match self.lines {
@@ -94,7 +94,7 @@ impl Screen {
     }
 }
 
-/// A sample for people, in lines of `width` columns where words let it.
+/// Formats a sample for people in lines of at most `width` columns, except for longer words.
 pub(super) fn blocks(time: &str, readings: &[Reading], width: usize) -> String {
     let mut text = format!("{time}\n");
     for reading in readings {
@@ -106,7 +106,7 @@ pub(super) fn blocks(time: &str, readings: &[Reading], width: usize) -> String {
         for lack in &reading.lacks {
             let names: Vec<&str> = lack.quantities.iter().copied().map(Quantity::name).collect();
             let what = format!("{}: {}", names.join(", "), lack.said);
-            text += &wrapped(&format!("   {:<11}  ", "lacks"), &what, width);
+            text += &wrapped(&format!("   {:<11}  ", "unavailable"), &what, width);
             if can_be_helped(lack.why) {
                 text += &wrapped("   hint: ", &lack.hint, width);
             }
@@ -119,12 +119,12 @@ pub(super) fn blocks(time: &str, readings: &[Reading], width: usize) -> String {
     text
 }
 
-/// Whether somebody at this machine can do something about it.
+/// Returns true if the user can fix the cause.
 const fn can_be_helped(why: Why) -> bool {
     matches!(why, Why::NvmlNotFound | Why::Driver | Why::NoPermission | Why::Failed)
 }
 
-/// Names and values of what is there.
+/// Lists the names and values of the known quantities.
 fn measured(reading: &Reading) -> Vec<(&'static str, String)> {
     let r = reading;
     let of =
@@ -142,7 +142,7 @@ fn measured(reading: &Reading) -> Vec<(&'static str, String)> {
     let clocks = of(mhz(r.sm_clock_mhz), mhz(r.sm_clock_max_mhz), "MHz");
     let memory_clock = r.memory_clock_mhz.map(|mhz| format!("memory {mhz} MHz"));
     let load = percent("", r.utilisation_percent);
-    let memory_load = percent("memory read or written ", r.memory_utilisation_percent);
+    let memory_load = percent("memory busy ", r.memory_utilisation_percent);
     let reasons = r.throttle_reasons.as_ref().filter(|reasons| !reasons.is_empty());
     let reasons = reasons.map(|all| all.iter().map(|r| r.name()).collect::<Vec<_>>().join(", "));
     let rows = [
@@ -153,7 +153,7 @@ fn measured(reading: &Reading) -> Vec<(&'static str, String)> {
         ("temperature", r.temperature_c.map(|celsius| format!("{celsius} C"))),
         ("fan", r.fan_percent.map(|percent| format!("{percent} %"))),
         ("clocks", joined(clocks, memory_clock)),
-        ("held by", reasons),
+        ("limited by", reasons),
     ];
     rows.into_iter().filter_map(|(label, value)| Some((label, value?))).collect()
 }
@@ -163,7 +163,7 @@ fn joined(one: Option<String>, two: Option<String>) -> Option<String> {
     (!both.is_empty()).then(|| both.join(", "))
 }
 
-/// `head` and `text`, its further lines below its first word.
+/// Wraps `text` after `head`. Continuation lines are indented to the start of `text`.
 fn wrapped(head: &str, text: &str, width: usize) -> String {
     let indent = head.chars().count();
     let (mut out, mut column) = (head.to_owned(), indent);
@@ -188,7 +188,7 @@ mod tests {
 
     const TIME: &str = "2026-11-22T10:00:00Z";
 
-    /// A hot card at its power limit, and a CPU.
+    /// Readings of a hot card at its power limit and of a CPU.
     fn readings() -> Vec<Reading> {
         let lack = |why: &str, quantities: &[&str], said: &str| serde_json::json!({ "why": why, "quantities": quantities, "said": said, "hint": "none" });
         let card = serde_json::json!({

@@ -1,4 +1,4 @@
-//! `flashover generate` and `flashover logits`, against transformers.
+//! Tests `flashover generate`, `flashover chat` and `flashover logits`, with expected values from transformers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::{TWO_WORDS, demo, fixture, flashover};
 
-/// Prompt and greedy tokens by transformers.
+/// Returns the prompt and the greedy tokens that transformers generated.
 fn golden(name: &str) -> [Vec<u32>; 2] {
     let file = Checkpoint::open(fixture(name).join("golden.safetensors")).expect("a fixture");
     ["prompt", "greedy"].map(|name| {
@@ -35,15 +35,18 @@ fn the_command_writes_tokens_and_logits() {
     let out = run("generate", &["--max-new-tokens", "9", "--ignore-eos", "--temperature", "0"]);
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{}\n", list(&greedy[..9])));
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert!(said.contains("9 tokens, ") && said.ends_with("as many as asked for\n"), "{said}");
+    assert!(
+        said.contains("9 tokens generated, ") && said.ends_with("max_new_tokens reached\n"),
+        "{said}"
+    );
     let more = ["--max-new-tokens", "5", "--ignore-eos", "--completions", "2", "--seed", "3"];
     let out = run("generate", &more);
     let want = list(&greedy[..5]);
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("{want}\n{want}\n"));
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
-    let ends = "answer 0: 5 tokens; as many as asked for\nanswer 1: 5 tokens; as many as asked for\nloaded in ";
+    let ends = "completion 0: 5 tokens; max_new_tokens reached\ncompletion 1: 5 tokens; max_new_tokens reached\nloaded in ";
     assert!(said.contains(ends), "{said}");
-    // A rope that stretches has no end of its own.
+    // Dynamic RoPE scaling has no fixed maximum context.
     let dynamic = fixture("llama_dynamic");
     let dynamic = dynamic.to_str().expect("UTF-8");
     let args = ["generate", "--model", dynamic, "--backend", "cpu", "--tokens", &tokens];
@@ -66,7 +69,7 @@ fn close(have: &[f32], want: &[f32]) -> bool {
     have.len() == want.len() && have.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-4)
 }
 
-/// A window sees nothing of those before it.
+/// A window is independent of earlier windows.
 #[test]
 fn logits_of_a_window_are_those_of_its_tokens_alone() {
     let model = fixture("llama");
@@ -88,7 +91,7 @@ fn logits_of_a_window_are_those_of_its_tokens_alone() {
     assert!(close(&run("5,6,7,8,9", &["--window", "9"]), &whole), "a window may be larger");
 }
 
-/// Written they are, for whoever looks for where they come from.
+/// The file helps to find the origin of the NaN.
 #[test]
 fn logits_that_are_nan_are_written_and_an_error() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -98,7 +101,7 @@ fn logits_that_are_nan_are_written_and_an_error() {
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
     let norm = file.tensor("model.norm.weight").expect("there").data();
     let at = norm.as_ptr() as usize - bytes.as_ptr() as usize;
-    // All bits are NaN in every float.
+    // All bits set are NaN in every float format.
     bytes[at..at + 4].fill(0xff);
     fs::write(path("model.safetensors"), bytes).expect("written");
     let (model, output) = (folder.path().to_str().expect("UTF-8"), path("out.safetensors"));
@@ -107,14 +110,14 @@ fn logits_that_are_nan_are_written_and_an_error() {
     let out = flashover(&[&args[..], &["--output", output]].concat());
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{said}");
-    let told = "error: 320 of 320 logits are NaN, the first after token 0; they are written all the same\nhint: ";
+    let told = "error: 320 of 320 logits are NaN, the first after token 0; the file is still written\nhint: ";
     assert!(said.contains(told), "{said}");
     let written = Checkpoint::open(output).expect("written");
     let written = written.tensor("logits").expect("there");
     assert!(written.f32s().expect("f32").iter().all(|logit| logit.is_nan()));
 }
 
-/// The demo model with a chat template.
+/// Copies the demo model and adds a chat template.
 pub(crate) fn demo_with(template: &str) -> TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
@@ -124,7 +127,7 @@ pub(crate) fn demo_with(template: &str) -> TempDir {
     folder
 }
 
-/// A conversation with the demo model by a template that refuses roles that do not take turns, and system messages.
+/// Runs `flashover chat` on the demo model. Its template refuses system messages and roles that do not alternate.
 fn chat(lines: &str, more: &[&str]) -> Output {
     let template = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
         {{ raise_exception('roles must take turns') }}{% endif %}{{ m.content }}\n{% endfor %}";
@@ -138,7 +141,7 @@ fn chat(lines: &str, more: &[&str]) -> Output {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the program starts");
-    // One that refuses before it reads has closed the pipe.
+    // A program that fails before it reads has closed the pipe.
     child.stdin.take().expect("piped").write_all(lines.as_bytes()).ok();
     child.wait_with_output().expect("ends")
 }
@@ -149,15 +152,18 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
     let out = chat(&lines, &["--context", "110", "--ignore-eos"]);
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{said}");
-    assert!(said.contains("outgrew 110 positions: its first 2 messages are dropped"), "{said}");
-    assert_eq!(said.matches(" tokens of prompt, ").count(), 6, "{said}");
+    assert!(
+        said.contains("exceeds the context of 110 tokens, its first 2 messages are dropped"),
+        "{said}"
+    );
+    assert_eq!(said.matches("prompt of ").count(), 6, "{said}");
     let out = chat(&lines, &["--system", "Be brief."]);
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(out.stdout.is_empty() && said.contains("refuses these messages: roles"), "{said}");
 }
 
-/// Nobody who asks for no chat needs a template; who does is told before the model is loaded.
+/// Only chats need a template. A broken one is reported before the model is loaded.
 #[test]
 fn a_broken_chat_template_stops_chats_alone() {
     let no_end = "{% for i in range(9000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}";
@@ -172,7 +178,7 @@ fn a_broken_chat_template_stops_chats_alone() {
         let said = String::from_utf8_lossy(&out.stderr);
         assert!(out.status.success() && !out.stdout.is_empty(), "{said}");
         for asked in [&["generate", "--chat", "--prompt", "One day"][..], &["chat"]] {
-            // The device has no room for it, which would be told were it loaded.
+            // The model does not fit the memory limit, so an attempt to load it would give another error.
             let out = flashover(&[asked, &model, &["--memory-limit", "4096"]].concat());
             let said = String::from_utf8_lossy(&out.stderr);
             assert_eq!(out.status.code(), Some(2), "{said}");
@@ -182,7 +188,7 @@ fn a_broken_chat_template_stops_chats_alone() {
     }
 }
 
-/// Templates of few steps and much text: the model is not loaded, and the machine lives on.
+/// These templates produce much text in few steps. They are refused before the model is loaded.
 #[test]
 fn a_template_that_takes_all_memory_is_refused() {
     for template in [
@@ -205,19 +211,19 @@ fn a_message_that_is_too_long_is_dropped_and_the_conversation_goes_on() {
     let lines = format!("One day\n{long}\nThe end\n");
     let out = chat(&lines, &["--context", "110", "--ignore-eos"]);
     let said = String::from_utf8_lossy(&out.stderr);
-    // Whoever pipes may not read what is said.
+    // Input from a pipe: the caller may not read the notes, so the exit code must tell.
     assert_eq!(out.status.code(), Some(2), "{said}");
     assert!(
-        said.ends_with("1 message had no answer\nhint: shorter ones, or a larger --context\n"),
+        said.ends_with("1 message dropped because of the context length\nhint: send shorter messages or use a larger --context\n"),
         "{said}"
     );
-    assert_eq!(said.matches("the message is dropped: it takes ").count(), 1, "{said}");
-    assert_eq!(said.matches(" tokens of prompt, ").count(), 2, "{said}");
-    // What was said before is not forgotten for it.
-    assert!(!said.contains("outgrew"), "{said}");
+    assert_eq!(said.matches("warning: message dropped: ").count(), 1, "{said}");
+    assert_eq!(said.matches("prompt of ").count(), 2, "{said}");
+    // Earlier messages are kept.
+    assert!(!said.contains("exceeds the context"), "{said}");
 }
 
-/// A tokenizer as Llama 2's drops the space that a text begins with.
+/// A tokenizer like that of Llama 2 drops the space at the start of a text.
 #[test]
 fn answers_of_a_batch_begin_as_one_alone_does() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -290,7 +296,7 @@ fn a_tune_cache_that_cannot_be_read_is_told_once() {
     );
 }
 
-/// One line of error, a hint, exit code 2 and nothing on standard output.
+/// Every refusal is an error with one hint, exit code 2 and an empty standard output.
 #[test]
 fn the_command_refuses_what_is_wrong() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -299,7 +305,7 @@ fn the_command_refuses_what_is_wrong() {
         fs::create_dir(&to).expect("made");
         let entries = fs::read_dir(fixture("llama")).expect("there");
         let paths = entries.map(|entry| entry.expect("readable").path());
-        // Its adapter is in a folder of its own.
+        // The adapter is in a subfolder, which is not copied.
         for from in paths.filter(|path| path.is_file()) {
             fs::copy(&from, to.join(from.file_name().expect("a file"))).expect("copied");
         }
@@ -351,7 +357,7 @@ fn the_command_refuses_what_is_wrong() {
     refused(&family, &one, "\nhint: a model of one of these families");
     refused(&cut, &one, "\nhint: the file is cut or damaged");
     refused(&tokenizer, &one, "the model a vocabulary of");
-    // A token that cannot be sampled ends nothing, and is no reason to refuse a model.
+    // An EOS token outside of the vocabulary cannot be sampled; the model is accepted with a warning.
     let path = eos.to_str().expect("UTF-8");
     let out = flashover(&["plan", "--model", path, "--backend", "cpu"]);
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
@@ -362,32 +368,40 @@ fn the_command_refuses_what_is_wrong() {
     assert!(out.status.success(), "{said}");
     assert!(said.contains("eos_token_id 160 is past the vocabulary, which has 160"), "{said}");
     refused(&beams, &one, "`num_beams` is 4, which is not supported; known: 1\nhint: ");
-    refused(&good, &["--tokens", "1,x"], "`x` is no token id\nhint: numbers with commas");
+    refused(
+        &good,
+        &["--tokens", "1,x"],
+        "expected a token id, got `x`\nhint: write a list such as 1,2,3",
+    );
     refused(
         &good,
         &["--tokens", "1, 2", "--adapter", "/none"],
         "hint: an adapter is a folder with",
     );
     refused(&linked, &one, "linked/tokenizer.json: No such file");
-    // Texts may begin as options do.
+    // Texts may start with a dash, like options.
     for text in
         [&["--prompt", "- item"][..], &["--prompt", "-x"], &["--prompt", "x", "--stop", "--"]]
     {
         refused(&good, text, "has no tokenizer.json\nhint: ");
     }
     refused(&good, &["--prompt", "x"], "has no tokenizer.json\nhint: ");
-    refused(&good, &["--prompt-file", "/dev/zero"], "/dev/zero: it has more than 64 MiB\nhint: ");
+    refused(
+        &good,
+        &["--prompt-file", "/dev/zero"],
+        "/dev/zero: the text is larger than 64 MiB\nhint: ",
+    );
     refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
     refused(&fixture("gpt2"), &["--tokens", "1", "--max-context", "9999"], "a vector for each");
-    // Rope turns any position; the caller is told that training saw fewer.
+    // RoPE works at any position; a warning tells that the model was trained on fewer.
     let long = ["1"; 600].join(",");
     let path = good.to_str().expect("UTF-8");
     let args = ["generate", "--model", path, "--backend", "cpu", "--tokens", &long];
     let out = flashover(&[&args[..], &["--max-new-tokens", "1", "--max-context", "700"]].concat());
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{said}");
-    assert!(said.contains("warning: the model was made for 128 positions"), "{said}");
+    assert!(said.contains("warning: the model has a context of 128 tokens"), "{said}");
     refused(
         &good,
         &["--tokens", "1", "--completions", "9", "--memory-limit", "1MiB"],
@@ -400,17 +414,21 @@ fn the_command_refuses_what_is_wrong() {
         &["--tokens", "1", "--repetition-penalty", "-0.5"],
         "repetition_penalty is -0.5",
     );
-    refused(&good, &["--tokens", "1", "--top-k", "-1"], "`-1` is no whole number");
+    refused(&good, &["--tokens", "1", "--top-k", "-1"], "expected an integer, got `-1`");
     refused(&good, &["--tokens", "1", "--memory-fraction", "-1"], "is -1\nhint: use a number");
-    refused(&good, &["--tokens", "1", "--temperature", "0", "--top-k", "3"], "--top-k chooses");
+    refused(
+        &good,
+        &["--tokens", "1", "--temperature", "0", "--top-k", "3"],
+        "--top-k has no effect",
+    );
     refused(&good, &["--tokens", "1", "--stop", "x"], "cannot be used with");
     refused(&good, &["--tokens", "1", "--dtype", "f8"], "unknown dtype `f8`");
     refused(&good, &["--tokens", "1", "--quant", "q4"], "unknown quantisation `q4`");
-    let format = "unknown format of keys and values `q8_0`";
+    let format = "unknown KV cache format `q8_0`";
     refused(&good, &["--tokens", "1", "--kv-cache", "q8_0"], format);
 }
 
-/// What has no end is not waited for.
+/// A pipe in place of a file is refused, because reading it could block forever.
 #[test]
 fn pipes_are_no_files_of_a_model() {
     for name in ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors"] {

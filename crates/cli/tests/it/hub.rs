@@ -1,4 +1,4 @@
-//! Models by name, from a server on this machine.
+//! Tests models by name with a Hub server on localhost.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use crate::demo;
 use crate::server::{Manners, Models, Server, files};
 
-/// A server with the demo model, and a home of its own for what is downloaded.
+/// A server with the demo model, and a separate home folder for downloads.
 struct Place {
     server: Server,
     home: tempfile::TempDir,
@@ -59,7 +59,7 @@ fn refused(out: &Output, word: &str) {
 fn a_model_by_name_answers_as_its_folder_does() {
     let place = Place::new(Manners::default());
     let want = stdout(&place.generate(demo().to_str().expect("UTF-8"), &[]));
-    assert_eq!(place.server.sent(), [""; 0], "a folder asks nobody");
+    assert_eq!(place.server.sent(), [""; 0], "a folder needs no request");
     refused(&place.generate("owner/demo", &["--offline"]), "not whole in the cache");
     assert_eq!(stdout(&place.generate("owner/demo", &[])), want);
     assert_eq!(place.server.sent().len(), 6);
@@ -99,7 +99,10 @@ fn a_tokenizer_by_name_comes_without_weights() {
 fn what_cannot_be_had_is_refused_with_a_hint() {
     let cut = Some(("model.safetensors", 1000));
     let place = Place::new(Manners { cut, ..Manners::default() });
-    refused(&place.generate("owner/absent", &[]), "there is no folder owner/absent here");
+    refused(
+        &place.generate("owner/absent", &[]),
+        "owner/absent is not a local folder, and the Hub failed",
+    );
     refused(&place.generate("owner/demo", &[]), "broke off");
     let args = ["tokenize", "--model", "absent", "--prompt", "x"];
     refused(&place.run(&args, &[]), "cannot read absent");

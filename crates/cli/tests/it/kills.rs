@@ -1,4 +1,4 @@
-//! Kills of whole commands: what they write is whole or not there, and the next run clears what is left.
+//! Kills whole commands. Their output must be complete or absent, and the next run must remove leftovers.
 //!
 //! `FLASHOVER_KILLS` is the number of kills of each test, if it is set.
 
@@ -25,7 +25,8 @@ fn start(args: &[&str]) -> Child {
     command.spawn().expect("the program starts")
 }
 
-/// Kills a child at one of the moments, spread over the kills, of [`MOST_MS`] after `written` is there.
+/// Kills a child at most [`MOST_MS`] after `written` returns true. The delay differs with `kill`, the number of the
+/// kill.
 fn kill(mut child: Child, written: impl Fn() -> bool, kill: u64) {
     for _ in 0..60_000 {
         if written() {
@@ -54,7 +55,7 @@ fn a_killed_training_leaves_a_whole_adapter() {
     let opened = ModelFolder::open(model).expect("the demo");
     let config = Path::new(&output).join("adapter_config.json");
     for round in 0..kills() {
-        // The folder of the round before is there from the start.
+        // From the second round on, the folder exists before the start.
         let child = start(&[&args[..], &["--steps", "100000"]].concat());
         kill(child, || config.exists(), round);
         opened.adapter(&output).expect("whole");

@@ -1,4 +1,4 @@
-//! The command, on the CPU.
+//! Tests the `flashover` command on the CPU.
 
 mod generate;
 mod hub;
@@ -27,7 +27,7 @@ fn cpu() -> Device {
     Device::open(Backend::Cpu).expect("the CPU runtime needs nothing")
 }
 
-/// Small integers: every product and sum is exact in f32.
+/// Returns a tensor of small integers, so that every product and sum is exact in f32.
 fn integers(shape: &[usize], salt: usize) -> HostTensor {
     let len = shape.iter().product();
     let values: Vec<f32> = (0..len).map(|i| ((i * 7 + salt * 3) % 11) as f32 - 5.0).collect();
@@ -42,7 +42,7 @@ fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
-/// A tokenizer of two words, the second past the vocabulary of any fixture.
+/// A tokenizer with two words. The id of the second exceeds the vocabulary of every fixture.
 const TWO_WORDS: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
     "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 99999}, "unk_token": "a"}}"#;

@@ -1,4 +1,4 @@
-//! `flashover monitor`, on a machine of any kind.
+//! Tests `flashover monitor` on any machine.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -74,7 +74,7 @@ fn ctrl_c_and_a_closed_pipe_end_it_quietly() {
         let done = child.wait_with_output().expect("ends");
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(0), "{said}");
-        // Mesa's loader says what it misses by itself.
+        // Mesa's loader prints its own warnings.
         let mut ours = said.lines().filter(|line| !line.contains("XDG_RUNTIME_DIR"));
         assert!(ours.all(|line| !line.contains("error") && !line.contains("panicked")), "{said}");
     }
@@ -84,15 +84,15 @@ fn ctrl_c_and_a_closed_pipe_end_it_quietly() {
 #[test]
 fn senseless_wishes_are_refused_with_a_hint() {
     for (args, word) in [
-        (&["--interval", "0"][..], "no interval"),
-        (&["--interval", "-1"], "no interval"),
-        (&["--interval", "NaN"], "no interval"),
-        (&["--interval", "1e9"], "no interval"),
-        (&["--count", "0"], "`0` is no number of samples"),
-        (&["--prometheus", "--count", "2"], "--prometheus is one sample"),
+        (&["--interval", "0"][..], "expected an interval, got"),
+        (&["--interval", "-1"], "expected an interval, got"),
+        (&["--interval", "NaN"], "expected an interval, got"),
+        (&["--interval", "1e9"], "expected an interval, got"),
+        (&["--count", "0"], "expected a number of samples, got `0`"),
+        (&["--prometheus", "--count", "2"], "--prometheus expects at most one sample"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["--json", "--prometheus"], "cannot be used with"),
-        (&["--count", "1", "--device", "4096"], "there is no device 4096\nhint: 0 is "),
+        (&["--count", "1", "--device", "4096"], "unknown device 4096\nhint: 0 is "),
     ] {
         let done = command(args).output().expect("the program starts");
         let said = String::from_utf8_lossy(&done.stderr);

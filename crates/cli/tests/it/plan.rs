@@ -1,4 +1,4 @@
-//! `flashover plan` and `flashover profile`.
+//! Tests `flashover plan`, `flashover profile` and `flashover bench`, and presets.
 
 use std::path::Path;
 
@@ -16,9 +16,11 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     let dense = flashover(&args);
     assert_eq!(dense.status.code(), Some(2), "bf16 does not fit 16 GiB");
     let said = text(&dense.stderr);
-    for part in
-        ["it does not fit: llama-3-8b with 1 sequence", " with a budget of 16.00 GiB", "\nhint: "]
-    {
+    for part in [
+        "the workload does not fit: llama-3-8b with 1 sequence",
+        " with a budget of 16.00 GiB",
+        "\nhint: ",
+    ] {
         assert!(said.contains(part), "{part}: {said}");
     }
     let table = text(&dense.stdout);
@@ -32,14 +34,14 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     assert_eq!((&plan["matrices"], &plan["workload"]["batch"]), (&"four_bit".into(), &4.into()));
     assert_eq!(plan["total_bytes"], 16u64 << 30);
     assert!(plan["largest_batch"].as_u64() >= Some(4), "{plan}");
-    // Of 128 numbers of 2 bytes a byte each, and a scale; the angles stay, and which of
-    // 128256 tokens were seen.
+    // 128 bf16 values (256 bytes) become 128 bytes and a 4-byte scale. The RoPE table and the bitmap of seen tokens
+    // (128256 bits) keep their size.
     let bytes = flashover(&[&quant[..], &["--kv-cache", "int8"]].concat());
     let half: Value = serde_json::from_slice(&bytes.stdout).expect("JSON");
     let cache =
         |plan: &Value| plan["cache_bytes"].as_u64().expect("bytes") - 8192 * 4 * 128 - 4 * 16_032;
     assert_eq!((&half["kv"], cache(&half) * 256), (&"int8".into(), cache(&plan) * 132));
-    // Less than the card.
+    // The reserve reduces the budget below the memory of the card.
     let less = flashover(&[&quant[..], &["--memory-reserve", "11GiB"]].concat());
     let plan: Value = serde_json::from_slice(&less.stdout).expect("JSON");
     assert_eq!((less.status.code(), &plan["budget_bytes"]), (Some(2), &(5u64 << 30).into()));
@@ -67,7 +69,7 @@ fn plans_that_mean_nothing_are_refused() {
     };
     refused(&["--batch", "0"], "batch is 0");
     refused(&["--context", "9000"], "9000");
-    refused(&["--memory-limit", "much"], "`much` is no size");
+    refused(&["--memory-limit", "much"], "expected a size, got `much`");
     refused(&["--memory-limit", "0"], "limit is 0 bytes");
     refused(&["--memory-fraction", "1.5"], "fraction is 1.5");
     refused(&["--backend", "cpu"], "describes a cuda device, not cpu");
@@ -108,7 +110,7 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
         let said = text(&made.stderr);
         assert!(said.contains(&format!("preset {preset}: {precision}\n")), "{said}");
     }
-    // What fits as it is wanted stays so, and nothing else.
+    // The preferred precision is kept exactly if it fits.
     let plan = ["plan", "--model", model, "--backend", "cpu", "-c", "5", "--json"];
     let plan: Value = serde_json::from_slice(&flashover(&plan).stdout).expect("JSON");
     let parts = ["weights_bytes", "cache_bytes", "activations_bytes", "workspace_bytes"];
@@ -125,7 +127,10 @@ fn a_preset_takes_the_precision_that_its_use_wants() {
     let said = text(&less.stderr);
     assert!(said.contains("preset code-generation: f32 over 4 bits\n"), "{said}");
     for (made, why) in [
-        (generate("training", &[]), "preset training is for training\nhint: --preset "),
+        (
+            generate("training", &[]),
+            "preset training is only for `train` and `plan`\nhint: use --preset ",
+        ),
         (generate("gaming", &[]), "gaming"),
         (generate("latency", &["--memory-limit", "100KiB"]), "larger budget or a smaller model"),
     ] {
@@ -163,7 +168,7 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     let out = flashover(&[&args[..], &["-o", "json"]].concat());
     let profile: Value = serde_json::from_slice(&out.stdout).expect("JSON");
     assert!(profile["operators"][0]["share_of_ceiling"].as_f64() > Some(0.0), "{profile}");
-    // The same of a generation.
+    // A trace of `generate` has the same format.
     let args = ["generate", "--model", model, "--backend", "cpu", "--tokens", "1,2,3"];
     let more = ["--max-new-tokens", "3", "--ignore-eos", "--profile-trace", trace];
     assert!(flashover(&[&args[..], &more].concat()).status.success());
@@ -171,7 +176,7 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     let rows = rows.expect("what Perfetto reads");
     let steps = rows.values().flatten().filter(|(_, _, name)| name == "step");
     assert_eq!(steps.count(), 2);
-    // What cannot be written is said before anything is loaded.
+    // An output file that cannot be written is reported before the model is loaded.
     let nowhere = folder.path().join("no/trace.json");
     let more = ["--profile-trace", nowhere.to_str().expect("UTF-8")];
     let refused = flashover(&[&args[..], &more].concat());
@@ -193,7 +198,7 @@ fn what_is_measured_is_planned_before_it_is_loaded() {
         let said = text(&out.stderr);
         assert_eq!(out.status.code(), Some(2), "{said}");
         assert!(said.contains(why) && said.contains("\nhint: "), "{said}");
-        // Not the first of several tests either.
+        // Even earlier tests of the list have not run.
         assert!(out.stdout.is_empty(), "{}", text(&out.stdout));
     }
 }
@@ -221,7 +226,7 @@ fn a_batch_is_found_within_a_budget() {
     }
     let best = said.lines().last().expect("a line");
     assert!(["tg4: best 2, ", "tg4: best 3, "].iter().any(|two| best.starts_with(two)), "{said}");
-    // Each that fitted has a row as any test has.
+    // Each batch that fits has a row.
     assert_eq!(rows.lines().count(), 2 + 2, "{rows}");
     assert!(rows.contains(" | cpu | 2 | tg4 | ") && rows.contains(" | cpu | 3 | tg4 | "), "{rows}");
     assert!(best.contains("do not fit: ") && best.ends_with(')'), "{best}");
@@ -230,10 +235,13 @@ fn a_batch_is_found_within_a_budget() {
     assert!(above.contains("--batch 8 is above --find-batch 4\nhint: "), "{above}");
     let list = [&args[..args.len() - 1], &["1,2", "--find-batch", "4"]].concat();
     let several = text(&flashover(&list).stderr);
-    assert!(several.contains("--find-batch begins at one batch\nhint: "), "{several}");
+    assert!(
+        several.contains("--find-batch expects one start, got several in --batch\nhint: "),
+        "{several}"
+    );
 }
 
-/// What one batch leaves in the pools does not count twice with the next.
+/// Memory that one batch leaves in the pools is not counted again for the next.
 #[test]
 fn batches_that_grow_stay_within_a_budget() {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");

@@ -1,4 +1,4 @@
-//! `flashover quantize`, against bitsandbytes and against the reference.
+//! Tests `flashover quantize` against bitsandbytes and against the reference.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use crate::{TWO_WORDS, cpu, demo, fixture, flashover};
 
-/// Folders of NF4 with the weights that bitsandbytes made it of.
+/// NF4 model folders that bitsandbytes made, with the dense weights that it quantised.
 const FIXTURES: [&str; 3] = ["llama_nf4", "phi3_nf4", "gpt2_nf4"];
 
 type Tensors = BTreeMap<String, Tensor<'static>>;
@@ -48,7 +48,7 @@ fn save(path: &Path, tensors: &Tensors) {
     writer.finish().expect("whole");
 }
 
-/// What a fixture was made of, as a folder of its own.
+/// Creates a model folder with the dense weights of a fixture, after `change`.
 fn dense(name: &str, folder: &Path, change: impl FnOnce(&mut Tensors)) {
     fs::create_dir(folder).expect("made");
     let mut config = config(&fixture(name));
@@ -72,7 +72,7 @@ fn widen(tensors: &mut Tensors) {
     }
 }
 
-/// Folders for a model and what becomes of it, in one that goes away.
+/// Temporary folder for a model and its quantised output.
 struct Place(tempfile::TempDir);
 
 impl Place {
@@ -101,9 +101,10 @@ impl Place {
     }
 }
 
-/// The files are those that transformers and bitsandbytes wrote, byte by byte, but for a few nested codes:
-/// on the CPU bitsandbytes finds these in a table of 65536 places, which gives the neighbour near a midpoint, and
-/// near 0, where places are wider than the map's steps, one within a place.
+/// The files equal those of transformers and bitsandbytes byte by byte, except for a few nested codes.
+///
+/// On the CPU, bitsandbytes looks up these codes in a table with 65536 entries. Near a midpoint the table gives the
+/// neighbouring code. Near 0 an entry is wider than a step of the map, and it gives any code within the entry.
 #[test]
 fn files_are_those_of_bitsandbytes() {
     let (mut others, map) = (0, nf4::dynamic_map());
@@ -143,7 +144,7 @@ fn options(format: WeightFormat, block_size: u32, nested: bool) -> QuantizeOptio
     QuantizeOptions { format, block_size, nested, shard_bytes, measure: true }
 }
 
-/// What the reference makes of `[out, in]`, decoded.
+/// Compares the codes with those of the reference and returns the dequantised values. `values` is `[out, in]`.
 fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &str) -> Vec<f32> {
     let book = match of.format {
         WeightFormat::Nf4 => reference::FourBit::Nf4,
@@ -228,7 +229,7 @@ fn codes_and_reported_errors_are_those_of_the_reference() {
     }
 }
 
-/// As the reference has them, under the names and with the configuration that bitsandbytes and transformers give them.
+/// Values come from the reference; names and configuration come from bitsandbytes and transformers.
 #[test]
 fn weights_of_8_bits_are_those_of_the_reference() {
     for name in ["llama_nf4", "phi3_nf4", "gpt2_nf4"] {
@@ -281,7 +282,7 @@ fn weights_of_8_bits_are_those_of_the_reference() {
     assert!(done.status.success() && said.contains("in int8, an absmax a row"), "{said}");
 }
 
-/// What the weights take is what the files hold.
+/// The reported bytes equal the bytes of the tensors in the files.
 #[test]
 fn the_report_says_what_was_written() {
     let place = Place::new();
@@ -320,7 +321,7 @@ fn the_report_says_what_was_written() {
     assert_eq!(lines.len(), 1 + 14 + 1 + 4, "{table}");
     assert!(lines[0].starts_with("weight ") && lines[15].starts_with("total "), "{table}");
     let down = lines[1].split_whitespace().collect::<Vec<_>>();
-    // 4 bits and 0.5 of absmax, 64 bytes of the book, and the state.
+    // 4 bits, 0.5 bits of absmax, 64 bytes of codebook, and the quantisation state.
     assert_eq!(down[..4], ["model.layers.0.mlp.down_proj.weight", "64", "x", "128"]);
     assert!(down[4].parse::<f64>().is_ok_and(|bits| (4.6..4.7).contains(&bits)), "{table}");
     assert!(lines[17].contains("plain absmax") && lines[19].starts_with("peak memory: host "));
@@ -354,7 +355,7 @@ fn other_files_come_along_and_weights_in_other_formats_do_not() {
     assert_eq!(mode(&out), mode(&model), "as any other folder");
 }
 
-/// What is logged as `logits` loads a folder.
+/// Runs `flashover logits` on a folder and returns its log.
 fn logged(folder: &Path, more: &[&str]) -> String {
     let model = folder.to_str().expect("UTF-8");
     let args = ["logits", "--backend", "cpu", "--tokens", "1,2,3", "--output", "/dev/null"];
@@ -374,7 +375,7 @@ fn what_stays_as_it_is_against_what_one_may_expect_is_said_once() {
     let said = logged(&place.path("out"), &["--quant", "nf4"]);
     assert_eq!(said.matches("in FP4").count(), 1, "{said}");
     assert!(!logged(&place.path("model"), &[]).contains("load_in"));
-    // The configuration of 4 bits, with dense tensors.
+    // config.json of a 4-bit model, but dense tensors.
     fs::copy(fixture("llama_nf4").join("config.json"), place.path("model/config.json"))
         .expect("copied");
     let said = logged(&place.path("model"), &[]);
@@ -397,9 +398,9 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
         let options = options(WeightFormat::Nf4, 64, true);
         quantize_model_until(&cpu(), &model, &output, &options, &stop)
     };
-    until(usize::MAX, "whole").expect("nobody stops it");
+    until(usize::MAX, "whole").expect("it is not stopped");
     let all = asked.get();
-    // Before the first tensor, within the files, and when nothing but the name is left.
+    // Stop before the first tensor, between tensors, and just before the final rename.
     for most in [0, 1, all / 2, all - 1] {
         let stopped = until(most, "out").expect_err("stopped");
         assert!(matches!(stopped, QuantizeError::Stopped), "{stopped}");
@@ -417,7 +418,7 @@ fn signals_end_it_and_leave_nothing() {
         command.args(["quantize", "--backend", "cpu", "--report", "--output", &place.text("out")]);
         command.arg("--model").arg(&model).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = command.spawn().expect("the program starts");
-        // A folder of its own is there while it works.
+        // A temporary folder exists during the work.
         let begun = (0..60_000).any(|_| {
             sleep(Duration::from_millis(1));
             !place.names().is_empty()

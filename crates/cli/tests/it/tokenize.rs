@@ -1,4 +1,4 @@
-//! `flashover tokenize`, with the tokenizer of the demo model.
+//! Tests `flashover tokenize` with the tokenizer of the demo model.
 
 use std::io::Write;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `flashover train`, and what is done with its adapters.
+//! Tests `flashover train` and the use of its adapters.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
@@ -47,7 +47,7 @@ fn an_adapter_is_learned_from_a_text_and_answers() {
     let rows = rows.expect("what Perfetto reads");
     let count = |name: &str| rows.values().flatten().filter(|event| event.2 == name).count();
     assert_eq!((count("train step 1"), count("backward 0"), count("optimizer")), (1, 6, 6));
-    // Learned further, with what the preset works out, and answered with.
+    // Train the adapter further with the preset's precision and batch, then generate with it.
     let more = flashover(
         &[
             &args[..],
@@ -147,7 +147,7 @@ fn what_was_learned_before_a_failure_is_kept() {
     assert!(code == Some(2) && said.contains("not finite at step 2\nhint: "), "{said}");
     assert!(said.contains("\nthe adapter after 1 step is in "), "{said}");
     assert!(folder.path().join("adapter/adapter_model.safetensors").exists());
-    // Whatever is in the way of one file, none is written.
+    // If one file cannot be written, none is.
     let config = folder.path().join("adapter/adapter_config.json");
     let weights = fs::read(folder.path().join("adapter/adapter_model.safetensors")).expect("there");
     fs::remove_file(&config).expect("written before");
@@ -158,7 +158,7 @@ fn what_was_learned_before_a_failure_is_kept() {
     assert_eq!(weights, kept);
 }
 
-/// A training that goes on until it is stopped, its folder saved every two steps.
+/// Starts a training that saves every two steps and runs until it is stopped.
 fn training(data: &str, output: &str) -> (Child, Lines<BufReader<ChildStderr>>) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
         .args(["train", "--backend", "cpu", "-c", "8", "-b", "1", "--steps", "100000"])
@@ -201,7 +201,7 @@ fn steps_are_saved_and_one_process_trains_into_a_folder() {
     assert_eq!(left, 2, "the data and the adapter");
 }
 
-/// The folder that it writes into goes away, as where a disk is full: what was learned is written elsewhere.
+/// The output folder disappears during training, as a stand-in for a full disk. The adapter is written elsewhere.
 #[test]
 fn an_adapter_that_its_folder_does_not_take_is_rescued() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -254,7 +254,10 @@ fn a_plan_says_what_training_takes() {
     let no_training =
         flashover(&["plan", "--shape", "llama-3-8b", "--profile", "rtx4080", "--lora-rank", "4"]);
     let said = text(&no_training.stderr);
-    assert!(no_training.status.code() == Some(2) && said.contains("hint: --train lora"), "{said}");
+    assert!(
+        no_training.status.code() == Some(2) && said.contains("hint: add --train lora"),
+        "{said}"
+    );
     let wrong = plan(&["--preset", "latency"]);
     assert!(text(&wrong.stderr).contains("preset latency is not for training\nhint: "));
 }
