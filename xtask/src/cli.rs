@@ -65,7 +65,7 @@ pub(crate) enum Command {
     Setup,
     /// Pack the programs with a script that verifies and measures on a machine without Rust
     Bundle(BundleArgs),
-    /// Regenerate the tables in benches/README.md from the committed records
+    /// Regenerate the tables in benches/RESULTS.md from the committed records
     Readme(ReadmeArgs),
     /// Check the rules of the project that no compiler checks
     #[command(after_help = "Example:\n  cargo xtask tidy")]

@@ -1,4 +1,4 @@
-//! `cargo xtask readme`: generates the tables of benches/README.md from committed records.
+//! `cargo xtask readme`: generates the tables of benches/RESULTS.md from committed records.
 //!
 //! A block runs from `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on its own line. It shows
 //! `benches/baselines/ARCH_ID/NAME.jsonl`; requests to models come last, in their own table. `NAME,NAME` shows several
@@ -16,7 +16,7 @@ use crate::cli::ReadmeArgs;
 use crate::place::Place;
 
 /// File with the tables.
-const FILE: &str = "benches/README.md";
+const FILE: &str = "benches/RESULTS.md";
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
 const BY_PRECISION: &str = " by precision";

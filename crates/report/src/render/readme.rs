@@ -1,4 +1,4 @@
-//! Renders the tables of benches/README.md.
+//! Renders the tables of benches/RESULTS.md.
 
 use record::Record;
 
