@@ -128,7 +128,7 @@ impl FlashPlan {
             own: self.q.shape,
             other: self.kv.shape,
             bf16: self.bf16,
-            ahead: true,
+            pipelined: true,
         }
     }
 

@@ -8,7 +8,7 @@ use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
 use super::pages::Pages;
-use super::precompile::{Ahead, Precompiled};
+use super::precompile::{Precompilation, Precompiled};
 use super::sampler;
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
@@ -69,12 +69,12 @@ impl Engine {
         let load = &prepared.load;
         let outline = |ctx: &Ctx| Decoder::outline(&weights, adapter, &on, ctx, load);
         let sampling = sampler::rehearse(!reader.absent.is_empty());
-        let ahead = Ahead::start(outline, &ctx, &on, options, sampling)?;
+        let precompilation = Precompilation::start(outline, &ctx, &on, options, sampling)?;
         let progress = |Loading { done, parts }: Loading| {
-            progress(LoadProgress { done, parts, kernels: ahead.kernels });
+            progress(LoadProgress { done, parts, kernels: precompilation.kernels });
         };
         let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, load, progress)?;
-        ahead.finish();
+        precompilation.finish();
         Self::settled(Inner {
             reader,
             device: device.clone(),

@@ -154,7 +154,7 @@ impl FlashPlan {
             own: self.own.shape,
             other: self.other.shape,
             bf16: self.bf16,
-            ahead: false,
+            pipelined: false,
         }
     }
 

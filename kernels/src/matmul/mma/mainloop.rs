@@ -113,7 +113,7 @@ pub(crate) fn multiply<
     feed.aim::<F, NL, NR>(lhs, rhs, dims, &work, CUBE_POS_X, plan);
     feed.take_next();
     #[unroll]
-    for stage in 0..comptime!(plan.ahead()) {
+    for stage in 0..comptime!(plan.tiles_in_flight()) {
         feed.tile(maps, &mut ring, stage, plan);
     }
     feed.wait(0u32, plan);
@@ -152,7 +152,12 @@ pub(crate) fn multiply<
                     lanes.load_rhs::<I>(read, &mut b, next, rhs_into, plan);
                 }
                 if comptime!(step == 0) {
-                    feed.tile(maps, &mut ring, comptime!((here + plan.ahead()) % stages), plan);
+                    feed.tile(
+                        maps,
+                        &mut ring,
+                        comptime!((here + plan.tiles_in_flight()) % stages),
+                        plan,
+                    );
                 }
                 source.decode(&b, &mut decoded, rhs_set, step, plan);
                 // Alternate the direction over the columns: neighbouring multiplies share a

@@ -133,7 +133,7 @@ impl StreamPlan {
 
 /// Registers of a unit for the next tile.
 #[derive(CubeType)]
-struct Ahead {
+struct Prefetched {
     /// Four words for each step.
     codes: Array<u32>,
     /// absmax of rows `lane / 4` and `lane / 4 + 8`, one a step: four bytes in a word, or four f32.
@@ -198,15 +198,15 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let own = part * planes + plane;
     let share = share_of(weight, own, quads, lane, plan);
 
-    let mut ahead = Ahead {
+    let mut prefetched = Prefetched {
         codes: Array::new(comptime!(4 * SPANS)),
         absmax: Array::new(comptime!(if plan.weight.nested { 2 } else { 2 * SPANS })),
         scales: Array::new(4usize),
     };
-    load_scales(&mut ahead, &share, first, plan);
+    load_scales(&mut prefetched, &share, first, plan);
     #[unroll]
     for span in 0..SPANS {
-        load_codes(&mut ahead, &share, first, span);
+        load_codes(&mut prefetched, &share, first, span);
     }
     let book = weight.book[(lane % 16) as usize];
     let nested = first_nested(weight, unit);
@@ -275,8 +275,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                 (now, select(now + cubes < tiles, now + cubes, now))
             };
             if comptime!(plan.glu) || now < tiles {
-                let scales = decode_scales(&ahead, nested_book, plan);
-                load_scales(&mut ahead, &share, next, plan);
+                let scales = decode_scales(&prefetched, nested_book, plan);
+                load_scales(&mut prefetched, &share, next, plan);
                 let mut acc = Array::<f32>::new(comptime!(4 * eights));
                 #[unroll]
                 for e in 0..comptime!(4 * eights) {
@@ -284,8 +284,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                 }
                 #[unroll]
                 for span in 0..SPANS {
-                    let left = decode_codes(&ahead, table, lane, span);
-                    load_codes(&mut ahead, &share, next, span);
+                    let left = decode_codes(&prefetched, table, lane, span);
+                    load_codes(&mut prefetched, &share, next, span);
                     #[unroll]
                     for eight in 0..eights {
                         let mut sum = Array::<Vector<f32, NC>>::new(2usize);
@@ -451,31 +451,36 @@ fn share_of<NW: Size>(
 
 /// Issues the load of the codes of one step.
 #[cube]
-fn load_codes(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] span: usize) {
+fn load_codes(prefetched: &mut Prefetched, share: &Share, tile: u32, #[comptime] span: usize) {
     let from = share.codes + u64::cast_from(tile) * share.codes_step;
     let words = stream_words(from, comptime!(512 * span as u32));
     #[unroll]
     for i in 0..4usize {
-        ahead.codes[comptime!(4 * span + i)] = words.extract(i);
+        prefetched.codes[comptime!(4 * span + i)] = words.extract(i);
     }
 }
 
 /// Issues the loads of absmax and, if nested, of its scales.
 #[cube]
-fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: StreamPlan) {
+fn load_scales(
+    prefetched: &mut Prefetched,
+    share: &Share,
+    tile: u32,
+    #[comptime] plan: StreamPlan,
+) {
     let from = share.absmax + u64::cast_from(tile) * share.absmax_step;
     if comptime!(plan.weight.nested) {
         let pair = load_two_words(from);
-        ahead.absmax[0] = pair.extract(0usize);
-        ahead.absmax[1] = pair.extract(1usize);
+        prefetched.absmax[0] = pair.extract(0usize);
+        prefetched.absmax[1] = pair.extract(1usize);
         #[unroll]
         for half in 0..2usize {
             let row = tile * 16 + share.row + comptime!(8 * half as u32);
             // A quad has 256 elements; a group has 256 blocks.
             let group = (row * share.quads + share.quad) / comptime!(plan.weight.block_size);
             let pair = load_pair(share.scales + u64::cast_from(group * 8));
-            ahead.scales[comptime!(2 * half)] = pair.extract(0usize);
-            ahead.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
+            prefetched.scales[comptime!(2 * half)] = pair.extract(0usize);
+            prefetched.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
         }
     } else {
         #[unroll]
@@ -483,7 +488,7 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: St
             let words = stream_words(from, comptime!(16 * half as u32));
             #[unroll]
             for i in 0..SPANS {
-                ahead.absmax[comptime!(SPANS * half + i)] = words.extract(i);
+                prefetched.absmax[comptime!(SPANS * half + i)] = words.extract(i);
             }
         }
     }
@@ -491,7 +496,11 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: St
 
 /// Returns the absmax of both rows, one a step.
 #[cube]
-fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) -> Array<f32> {
+fn decode_scales(
+    prefetched: &Prefetched,
+    nested_book: u32,
+    #[comptime] plan: StreamPlan,
+) -> Array<f32> {
     let mut scales = Array::<f32>::new(comptime!(2 * SPANS));
     #[unroll]
     for half in 0..2usize {
@@ -499,12 +508,12 @@ fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) 
         for span in 0..SPANS {
             let at = comptime!(half * SPANS + span);
             if comptime!(plan.weight.nested) {
-                let byte = (ahead.absmax[half] >> comptime!(8 * span as u32)) & 255;
-                let scale = ahead.scales[comptime!(2 * half)];
+                let byte = (prefetched.absmax[half] >> comptime!(8 * span as u32)) & 255;
+                let scale = prefetched.scales[comptime!(2 * half)];
                 scales[at] =
-                    unnest(nested_book, byte, scale, ahead.scales[comptime!(2 * half + 1)]);
+                    unnest(nested_book, byte, scale, prefetched.scales[comptime!(2 * half + 1)]);
             } else {
-                scales[at] = f32::reinterpret(ahead.absmax[at]);
+                scales[at] = f32::reinterpret(prefetched.absmax[at]);
             }
         }
     }
@@ -514,13 +523,18 @@ fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) 
 /// Decodes the left fragments of one step of 64. Row `lane / 4` is at even positions of a pair, the row eight
 /// below at odd ones.
 #[cube]
-fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -> Array<u32> {
+fn decode_codes(
+    prefetched: &Prefetched,
+    table: u32,
+    lane: u32,
+    #[comptime] span: usize,
+) -> Array<u32> {
     let mut left = Array::<u32>::new(16usize);
     #[unroll]
     for half in 0..2usize {
         #[unroll]
         for byte in 0..8usize {
-            let word = ahead.codes[comptime!(4 * span + 2 * half + byte / 4)];
+            let word = prefetched.codes[comptime!(4 * span + 2 * half + byte / 4)];
             // Puts byte `byte` above the unit's offset.
             let selector = comptime!(0x5504 | (byte as u32 % 4) << 4);
             let place = permute(word, lane * 4, selector.runtime());
