@@ -28,7 +28,7 @@ mod weight;
 
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
 pub use product::{
-    DenseConfig, FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
+    DenseConfig, FusedConfig, GemvConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
     Nf4MatmulProblem, PlaneConfig, SharedConfig, StreamConfig,
 };
 pub use quantize::{

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::DecodeProblem;
-use super::lanes::{self, LanesConfig};
+use super::gemv::{self, GemvConfig};
 use super::merge::COUNTERS;
 use super::plan::{SplitConfig, SplitPlan};
 use crate::attention::Implementation;
@@ -18,7 +18,8 @@ use crate::fits::{iterations, limits, shape, stores};
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum DecodeConfig {
     Split(SplitConfig),
-    Lanes(LanesConfig),
+    #[serde(rename = "lanes")]
+    Gemv(GemvConfig),
     Rows(RowsConfig),
 }
 
@@ -46,7 +47,7 @@ impl DecodeConfig {
     pub fn uncut(self) -> Option<Self> {
         match self {
             Self::Split(c) if c.splits > 1 => Some(Self::Split(SplitConfig { splits: 1, ..c })),
-            Self::Lanes(c) if c.splits > 1 => Some(Self::Lanes(LanesConfig { splits: 1, ..c })),
+            Self::Gemv(c) if c.splits > 1 => Some(Self::Gemv(GemvConfig { splits: 1, ..c })),
             _ => None,
         }
     }
@@ -71,8 +72,8 @@ impl Implementation {
                 Some(config) => Ok(config),
                 // A requirement that the smallest config misses, every config misses.
                 None => {
-                    let [units, keys] = lanes::GEOMETRIES[0];
-                    let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits: 1 });
+                    let [units, keys] = gemv::GEOMETRIES[0];
+                    let config = DecodeConfig::Gemv(GemvConfig { units, keys, splits: 1 });
                     check(arch, problem, &config).map(|()| config)
                 }
             },
@@ -105,11 +106,11 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Dec
 fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
     let mut found = Vec::new();
     for cubes in CUBES {
-        for [units, keys] in lanes::GEOMETRIES {
-            let keys_at_once = lanes::reach(arch, problem, units, keys);
-            let cut = splits(arch, problem, cubes, keys_at_once, lanes::MOST_SPLITS);
+        for [units, keys] in gemv::GEOMETRIES {
+            let keys_at_once = gemv::reach(arch, problem, units, keys);
+            let cut = splits(arch, problem, cubes, keys_at_once, gemv::MOST_SPLITS);
             for splits in [cut, 1] {
-                let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits });
+                let config = DecodeConfig::Gemv(GemvConfig { units, keys, splits });
                 if check(arch, problem, &config).is_ok() && !found.contains(&config) {
                     found.push(config);
                 }
@@ -151,7 +152,7 @@ pub(super) fn check(
     iterations(arch, u64::from(problem.longest) + 3)?;
     let c = match config {
         DecodeConfig::Split(c) => c,
-        DecodeConfig::Lanes(c) => return lanes::check(arch, problem, c),
+        DecodeConfig::Gemv(c) => return gemv::check(arch, problem, c),
         DecodeConfig::Rows(c) => return limits(arch, c.units, 0),
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
@@ -224,7 +225,7 @@ mod tests {
         let flash = |p: &DecodeProblem| Implementation::Flash.decode_config(&arch, p);
         assert!(matches!(flash(&p), Ok(DecodeConfig::Split(_))));
         let wide = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 128, DType::F32).expect("valid");
-        assert!(matches!(flash(&wide), Ok(DecodeConfig::Lanes(_))));
+        assert!(matches!(flash(&wide), Ok(DecodeConfig::Gemv(_))));
         let uneven = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 7, DType::Bf16).expect("valid");
         assert!(flash(&uneven).is_err());
         for p in [p, wide, uneven] {

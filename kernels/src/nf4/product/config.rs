@@ -7,7 +7,7 @@ use tune::{Infeasible, Kernel};
 use super::Nf4MatmulProblem;
 use super::codes::part_steps;
 use super::fused::{FusedConfig, FusedPlan};
-use super::lanes::LanesConfig;
+use super::gemv::GemvConfig;
 use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
 use crate::coded::{self, CodedProblem, PlaneConfig};
@@ -25,7 +25,8 @@ pub enum Nf4MatmulConfig {
     Fused(FusedConfig),
     Shared(SharedConfig),
     Plane(PlaneConfig),
-    Lanes(LanesConfig),
+    #[serde(rename = "lanes")]
+    Gemv(GemvConfig),
     Dense(DenseConfig),
 }
 
@@ -44,7 +45,7 @@ impl Nf4MatmulConfig {
             Self::Fused(c) => c.parts,
             Self::Shared(c) => c.parts,
             Self::Plane(c) => c.parts,
-            Self::Lanes(_) | Self::Dense(_) => 1,
+            Self::Gemv(_) | Self::Dense(_) => 1,
         }
     }
 }
@@ -60,7 +61,7 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
     let planes = planes(arch, p);
     // With few rows a dense weight does not pay off, and tiles are mostly empty.
-    let few = if planes.is_empty() { FEW_BY_LANES } else { FEW_FOR_DENSE };
+    let few = if planes.is_empty() { FEW_BY_GEMV } else { FEW_FOR_DENSE };
     all.extend(planes.into_iter().map(Nf4MatmulConfig::Plane));
     if p.m > few {
         let shared = shared(arch, p).into_iter().map(Nf4MatmulConfig::Shared);
@@ -75,15 +76,15 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     }
     all.retain(feasible);
     // If tensor cores serve many rows, the plain path is not a candidate.
-    if p.m <= FEW_BY_LANES || all.is_empty() {
-        all.extend(lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).filter(feasible));
+    if p.m <= FEW_BY_GEMV || all.is_empty() {
+        all.extend(gemvs(arch, p).into_iter().map(Nf4MatmulConfig::Gemv).filter(feasible));
     }
     all
 }
 
 /// Maximum rows for the plain path, and for the fused path on CUDA. Above 128 rows a path through shared
 /// memory or a dense weight wins.
-const FEW_BY_LANES: u32 = 8;
+const FEW_BY_GEMV: u32 = 8;
 const FEW_BY_TENSOR_CORES: u32 = 128;
 /// Rows above which a dense weight is a candidate next to plane matrices.
 const FEW_FOR_DENSE: u32 = 64;
@@ -93,7 +94,7 @@ pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
     match multiplies(arch, dtype) {
         Ok(()) => FEW_BY_TENSOR_CORES,
         Err(_) if arch.matrices_from_words() && arch.cmma.iter().any(planes) => FEW_FOR_DENSE,
-        Err(_) => FEW_BY_LANES,
+        Err(_) => FEW_BY_GEMV,
     }
 }
 
@@ -105,9 +106,9 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
         Vec::new()
     } else if on_tensor_cores(arch, p).is_ok() {
         streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
-    } else if p.m <= FEW_BY_LANES && !p.glu && planes(arch, &unnormed).is_empty() {
+    } else if p.m <= FEW_BY_GEMV && !p.glu && planes(arch, &unnormed).is_empty() {
         // A gated pair of matrices takes 44.6 us with a norm, and 38.7 us without (28672 x 4096, Vulkan).
-        lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).collect()
+        gemvs(arch, p).into_iter().map(Nf4MatmulConfig::Gemv).collect()
     } else {
         Vec::new()
     }
@@ -136,7 +137,7 @@ pub(super) fn check(
         Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
         Nf4MatmulConfig::Shared(c) => check_shared(arch, p, c),
         Nf4MatmulConfig::Plane(c) => coded::check(arch, &coded(p)?, c),
-        Nf4MatmulConfig::Lanes(c) => check_lanes(arch, p, c),
+        Nf4MatmulConfig::Gemv(c) => check_gemv(arch, p, c),
         Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
     }
 }
@@ -145,7 +146,7 @@ pub(super) fn simplest(
     arch: &ArchProfile,
     p: &Nf4MatmulProblem,
 ) -> Result<Nf4MatmulConfig, Infeasible> {
-    let config = Nf4MatmulConfig::Lanes(LanesConfig::simplest(arch, p.glu));
+    let config = Nf4MatmulConfig::Gemv(GemvConfig::simplest(arch, p.glu));
     check(arch, p, &config).map(|()| config)
 }
 
@@ -239,10 +240,10 @@ fn planes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<PlaneConfig> {
     }
 }
 
-fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
+fn gemvs(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<GemvConfig> {
     let columns = p.m.next_power_of_two().min(4);
     if let Some(units) = arch.cores() {
-        let configs = [8, 4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
+        let configs = [8, 4, 2, 1].map(|rows| GemvConfig { units, lanes: 1, rows, columns });
         return configs.to_vec();
     }
     // One row of x leaves registers for many rows of the weight, which share the reads of x. Eight rows spill
@@ -259,8 +260,8 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
         1 => [[128, 128, 8], [128, 64, 8], [128, 64, 4], [128, 32, 8], [128, 32, 4], [256, 32, 2]],
         _ => [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 64, 4]],
     };
-    let all = shapes.map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns });
-    all.into_iter().chain([LanesConfig::simplest(arch, p.glu)]).collect()
+    let all = shapes.map(|[units, lanes, rows]| GemvConfig { units, lanes, rows, columns });
+    all.into_iter().chain([GemvConfig::simplest(arch, p.glu)]).collect()
 }
 
 /// Returns candidate configs with a dense weight.
@@ -401,11 +402,7 @@ pub(super) fn coded(p: &Nf4MatmulProblem) -> Result<CodedProblem, Infeasible> {
     Ok(CodedProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
 }
 
-fn check_lanes(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &LanesConfig,
-) -> Result<(), Infeasible> {
+fn check_gemv(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &GemvConfig) -> Result<(), Infeasible> {
     limits(arch, c.units, 0)?;
     let halves = c.lanes.is_power_of_two() && c.units % c.lanes == 0;
     if !halves || c.lanes > 1 && c.units < 16 {
@@ -424,7 +421,7 @@ fn check_lanes(
     if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
         return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
     }
-    limits(arch, c.units, super::lanes_plan(arch, p, c).shared_bytes())
+    limits(arch, c.units, super::gemv_plan(arch, p, c).shared_bytes())
 }
 
 fn check_dense(
@@ -527,7 +524,7 @@ mod tests {
             let found = candidates(&arch, &p);
             let one = |c: &Nf4MatmulConfig| match c {
                 Nf4MatmulConfig::Stream(c) => c.parts == 1,
-                Nf4MatmulConfig::Lanes(_) => p.weight.order == Order::Rows,
+                Nf4MatmulConfig::Gemv(_) => p.weight.order == Order::Rows,
                 _ => false,
             };
             assert!(found.iter().all(one), "{found:?}");

@@ -12,7 +12,7 @@
 //! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
 //! | `Shared` | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
 //! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
-//! | `Lanes`  | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
+//! | `Gemv`   | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
 //! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | many rows                  |
 //!
 //! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` also writes and reads a dense weight, 4 bytes
@@ -21,7 +21,7 @@
 //! Gating: Shazeer, "GLU Variants Improve Transformer" (2020). G and U are one weight
 //! ([`join`](super::join)), so that one launch reads x once and stores nothing in between.
 //!
-//! A norm can be applied to the rows of x ([`Nf4MatmulProblem::norm`]), by `Lanes`, and by `Stream` without
+//! A norm can be applied to the rows of x ([`Nf4MatmulProblem::norm`]), by `Gemv`, and by `Stream` without
 //! split-k.
 //!
 //! [`Nf4Dequantize`]: super::Nf4Dequantize
@@ -30,7 +30,7 @@
 mod codes;
 mod config;
 mod fused;
-mod lanes;
+mod gemv;
 mod pairs;
 mod plane;
 mod shared;
@@ -45,7 +45,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
-pub use lanes::LanesConfig;
+pub use gemv::GemvConfig;
 pub use shared::SharedConfig;
 pub use stream::StreamConfig;
 
@@ -62,7 +62,7 @@ use crate::matmul::{
 };
 use crate::rows::NormKind;
 use fused::FusedPlan;
-use lanes::LanesPlan;
+use gemv::GemvPlan;
 use shared::SharedPlan;
 use stream::StreamPlan;
 
@@ -424,16 +424,16 @@ impl Plan {
                     part_steps: c.part_steps(p.weight.k),
                 }
             }
-            Nf4MatmulConfig::Lanes(c) => {
-                let lanes = lanes_plan(arch, p, &c);
+            Nf4MatmulConfig::Gemv(c) => {
+                let plan = gemv_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
                 // On a CPU each unit has rows of its own, and builds the table of pairs once.
-                let alone = arch.cores().is_some() && lanes.whole && p.norm.is_none();
+                let alone = arch.cores().is_some() && plan.whole && p.norm.is_none();
                 let cubes = if alone { 1 } else { p.weight.n.div_ceil(c.rows_of_cube()) };
                 Self {
-                    path: if alone { Path::Pairs(lanes) } else { Path::Lanes(lanes) },
-                    width: if lanes.whole { widest.clamp(1, 8) } else { 1 },
-                    code_width: lanes.words as usize,
+                    path: if alone { Path::Pairs(plan) } else { Path::Gemv(plan) },
+                    width: if plan.whole { widest.clamp(1, 8) } else { 1 },
+                    code_width: plan.words as usize,
                     out_width: 1,
                     cubes: CubeCount::Static(cubes, 1, 1),
                     cube_dim: CubeDim::new_1d(c.units),
@@ -462,10 +462,10 @@ impl Plan {
     }
 }
 
-fn lanes_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &LanesConfig) -> LanesPlan {
+fn gemv_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &GemvConfig) -> GemvPlan {
     // The smallest block has 32 elements, so that 4 words share an absmax.
     let wide = p.weight.k % 32 == 0 && p.weight.order == Order::Rows && arch.load_bytes >= 16;
-    LanesPlan {
+    GemvPlan {
         config: *c,
         whole: p.weight.k % 8 == 0,
         words: if wide { 4 } else { 1 },
@@ -499,8 +499,8 @@ enum Path {
     Fused(FusedPlan),
     Shared(SharedPlan),
     Plane(PlanePlan),
-    Lanes(LanesPlan),
-    Pairs(LanesPlan),
+    Gemv(GemvPlan),
+    Pairs(GemvPlan),
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
@@ -530,9 +530,7 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
                 coded::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
             coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &sizes, plan)
         }
-        Path::Lanes(plan) => {
-            lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan)
-        }
+        Path::Gemv(plan) => gemv::gemv::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan),
         Path::Pairs(plan) => pairs::pairs::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),
     }
 }

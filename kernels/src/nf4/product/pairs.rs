@@ -19,13 +19,13 @@
 //!
 //! | version                                                                |                    |
 //! |------------------------------------------------------------------------|--------------------|
-//! | v1 [`lanes`](super::lanes): one value at a time, one accumulator a row | 1.93 / 2.34 / 4.26 |
+//! | v1 [`gemv`](super::gemv): one value at a time, one accumulator a row | 1.93 / 2.34 / 4.26 |
 //! | v2 one pair at a time, two accumulators of pairs a row                 | 1.48 / 1.70 / 1.91 |
 
 use cubecl::prelude::*;
 
 use super::Dims;
-use super::lanes::{Chunk, LanesConfig, LanesPlan, chunk_of, store};
+use super::gemv::{Chunk, GemvConfig, GemvPlan, chunk_of, store};
 use crate::matmul::Finish;
 use crate::nf4::{Codes, code_shift};
 
@@ -37,9 +37,9 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
-    let LanesConfig { units, rows, columns, .. } = comptime!(plan.config);
+    let GemvConfig { units, rows, columns, .. } = comptime!(plan.config);
     let matrices = comptime!(plan.matrices());
     let products = comptime!(plan.products() as usize);
     let together = comptime!(plan.words);
@@ -132,7 +132,7 @@ fn load_fours<F: Float, NX: Size>(
     col: u32,
     at: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> Array<Vector<f32, Const<2>>> {
     let width = NX::value();
     let columns = comptime!(plan.config.columns as usize);

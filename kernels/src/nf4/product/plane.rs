@@ -4,7 +4,7 @@
 //! Decoding takes one codebook read and about 10 instructions a code.
 //!
 //! Ladder in us at m = 4 / 16 / 64 / 128 (14336 x 4096 in rows, bf16, H200 through Vulkan; a dense weight
-//! with its matmul takes 106 at m = 16, `Lanes` 113 at m = 8):
+//! with its matmul takes 106 at m = 16, `Gemv` 113 at m = 8):
 //!
 //! | version                                                                  |  4 | 16 | 64 | 128 |
 //! |--------------------------------------------------------------------------|----|----|----|-----|

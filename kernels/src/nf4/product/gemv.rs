@@ -41,7 +41,7 @@ use crate::rows::NormKind;
 
 /// Launch shape of the GEMV path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct LanesConfig {
+pub struct GemvConfig {
     /// Units of a cube.
     pub units: u32,
     /// Units that share rows.
@@ -52,7 +52,7 @@ pub struct LanesConfig {
     pub columns: u32,
 }
 
-impl LanesConfig {
+impl GemvConfig {
     /// Rows of the weight that a cube processes.
     pub(super) const fn rows_of_cube(self) -> u32 {
         self.units / self.lanes * self.rows
@@ -70,8 +70,8 @@ impl LanesConfig {
 
 /// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct LanesPlan {
-    pub(super) config: LanesConfig,
+pub(crate) struct GemvPlan {
+    pub(super) config: GemvConfig,
     /// True if no word spans two rows.
     pub(super) whole: bool,
     /// Neighbouring words that a unit decodes at once; they share one absmax.
@@ -81,7 +81,7 @@ pub(crate) struct LanesPlan {
     pub(super) norm: Option<NormKind>,
 }
 
-impl LanesPlan {
+impl GemvPlan {
     /// Rows of the weight that form one column of y.
     pub(super) const fn matrices(self) -> u32 {
         if self.glu { 2 } else { 1 }
@@ -110,14 +110,14 @@ impl LanesPlan {
 }
 
 #[cube]
-pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     if comptime!(plan.config.lanes > 1) {
         let mut book = Shared::<[f32]>::new_slice(16usize);
@@ -141,9 +141,9 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     finish: &Finish<F, F, NO>,
     norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
-    let LanesConfig { units, lanes, rows, columns } = comptime!(plan.config);
+    let GemvConfig { units, lanes, rows, columns } = comptime!(plan.config);
     let matrices = comptime!(plan.matrices());
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
     // First column of y of the cube, columns of a group, and accumulators of a unit.
@@ -338,7 +338,7 @@ pub(super) fn chunk_of<NW: Size>(
     at: u32,
     width: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> Chunk {
     let (rows, together) = comptime!((plan.config.rows, plan.words));
     let chunks = dims.k / comptime!(8 * together);
@@ -367,7 +367,7 @@ pub(super) fn chunk_of<NW: Size>(
 /// Returns row `r` of a unit's rows of the weight. The first row belongs to column `first` of y. Rows past the
 /// end repeat the last one and are never stored.
 #[cube]
-fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
+fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: GemvPlan) -> u32 {
     let matrices = comptime!(plan.matrices());
     min(first + comptime!(r / matrices), width - 1) + comptime!(r % matrices) * width
 }
@@ -379,7 +379,7 @@ fn load_eights<F: Float, NX: Size>(
     col: u32,
     at: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> Array<f32> {
     let width = NX::value();
     let columns = comptime!(plan.config.columns as usize);
@@ -407,7 +407,7 @@ fn weigh<F: Float, NX: Size>(
     acc: &mut Array<f32>,
     norm: &NormWeight<F, NX>,
     at: u32,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let width = NX::value();
     let first = at as usize * comptime!(8 / width);
@@ -438,7 +438,7 @@ pub(super) fn store<F: Float, NO: Size>(
     n: u32,
     m: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let width = dims.n / comptime!(plan.matrices());
     if n < width && m < dims.m {

@@ -36,7 +36,7 @@ use crate::fits::{lacks, limits, shape};
 
 /// Tile sizes and splits of the path without tensor cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct LanesConfig {
+pub struct GemvConfig {
     /// Units per cube.
     pub units: u32,
     /// Positions that a group of neighbouring units loads at once.
@@ -50,7 +50,7 @@ const ROWS: u32 = 4;
 
 /// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct LanesPlan {
+pub(crate) struct GemvPlan {
     units: u32,
     keys: u32,
     /// True if there are splits to merge.
@@ -65,8 +65,8 @@ pub(crate) struct LanesPlan {
     cache: CachePlan,
 }
 
-impl LanesPlan {
-    pub(super) fn new(arch: &ArchProfile, c: LanesConfig, p: &DecodeProblem) -> Self {
+impl GemvPlan {
+    pub(super) fn new(arch: &ArchProfile, c: GemvConfig, p: &DecodeProblem) -> Self {
         let vectors = p.head_dim / width(arch, p) as u32;
         // The largest power of two that divides `vectors`, at most a plane.
         let lanes = (1 << vectors.trailing_zeros()).min(arch.plane_size.0.max(1));
@@ -111,14 +111,14 @@ pub(super) const GEOMETRIES: [[u32; 2]; 4] = [[128, 4], [256, 4], [256, 2], [128
 
 /// Positions that a cube processes at once.
 pub(super) fn reach(arch: &ArchProfile, p: &DecodeProblem, units: u32, keys: u32) -> u32 {
-    let plan = LanesPlan::new(arch, LanesConfig { units, keys, splits: 1 }, p);
+    let plan = GemvPlan::new(arch, GemvConfig { units, keys, splits: 1 }, p);
     plan.groups().max(1) * keys
 }
 
 pub(super) fn check(
     arch: &ArchProfile,
     p: &DecodeProblem,
-    c: &LanesConfig,
+    c: &GemvConfig,
 ) -> Result<(), Infeasible> {
     // The path needs a fixed plane size and shuffles.
     let fixed = arch.plane_size.0 == arch.plane_size.1;
@@ -144,7 +144,7 @@ pub(super) fn check(
     if p.batch > 65_535 || p.kv_heads > 65_535 {
         return Err(shape("batch", p.batch, "up to 65535"));
     }
-    let plan = LanesPlan::new(arch, *c, p);
+    let plan = GemvPlan::new(arch, *c, p);
     if plan.registers(width) > 192 {
         return Err(shape("keys", c.keys, "sums and positions under way would spill"));
     }
@@ -155,7 +155,7 @@ pub(super) const MOST_SPLITS: u32 = 64;
 
 /// Bytes of scratch: the counters of the tensor-core path, which may share it, then per query and
 /// split one vector with m and l, then its accumulators.
-pub(super) fn scratch_bytes(p: &DecodeProblem, c: &LanesConfig) -> u64 {
+pub(super) fn scratch_bytes(p: &DecodeProblem, c: &GemvConfig) -> u64 {
     match c.splits {
         1 => 0,
         splits => {
@@ -170,7 +170,7 @@ const FIRST: usize = COUNTERS as usize / 4;
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
-pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
+pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
     q: &[Vector<F, NI>],
     k: &[Vector<C, NI>],
     v: &[Vector<C, NI>],
@@ -180,7 +180,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
     cache: &Cache,
     scores: &Scores,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let width = NI::value();
     let (rows, keys, own) = comptime!((plan.rows as usize, plan.keys as usize, plan.own as usize));
@@ -369,7 +369,7 @@ fn query_of(
     chunk: u32,
     row: u32,
     kv_head: u32,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> (u32, u32) {
     let seq_q = comptime!(plan.seq_q);
     let row = min(chunk * comptime!(plan.rows) + row, dims.group * seq_q - 1);
