@@ -1,21 +1,23 @@
 //! Loops over quantised weights. A format only defines how a block of codes and its scale become values.
 //!
-//! | loop          | multiplies with       | used for                             | trait of the format          |
-//! |---------------|-----------------------|--------------------------------------|------------------------------|
-//! | [`plane`]     | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Coded`]                    |
-//! | [`gemv`]      | multiply-adds         | few rows of x, any device            | [`ByteCoded`], codes in bytes |
+//! | loop           | multiplies with       | used for                             | trait of the format          |
+//! |----------------|-----------------------|--------------------------------------|------------------------------|
+//! | [`subgroup`]   | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Coded`]                    |
+//! | [`gemv`]       | multiply-adds         | few rows of x, any device            | [`ByteCoded`], codes in bytes |
 //! | [`dequantize`] | no matmul            | a dense weight                       | [`ByteCoded`]                |
 
 pub(crate) mod dequantize;
 pub(crate) mod gemv;
-mod plane;
+mod subgroup;
 
 use cubecl::prelude::*;
 
 pub use dequantize::DequantizeConfig;
 pub use gemv::GemvConfig;
-pub use plane::PlaneConfig;
-pub(crate) use plane::{CodedProblem, Dims, PlanePlan, candidates, check, plan, planes};
+pub use subgroup::SubgroupConfig;
+pub(crate) use subgroup::{
+    CodedProblem, Dims, SubgroupPlan, candidates, check, plan, subgroup_matmul,
+};
 
 use crate::cooperative::Word;
 

@@ -23,10 +23,10 @@ mod activations;
 mod dequantize;
 mod gemv;
 mod mma;
-mod plane;
 mod problem;
 mod product;
 mod quantize;
+mod subgroup;
 
 pub use activations::Activations;
 pub use dequantize::{DequantizeOperands, DequantizeProblem, Int8Dequantize};

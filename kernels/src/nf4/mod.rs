@@ -29,7 +29,7 @@ mod weight;
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
 pub use product::{
     DenseConfig, FusedConfig, GemvConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
-    Nf4MatmulProblem, PlaneConfig, SharedConfig, StreamConfig,
+    Nf4MatmulProblem, SharedConfig, StreamConfig, SubgroupConfig,
 };
 pub use quantize::{
     CodeBook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,

@@ -1,10 +1,10 @@
 //! Matmuls with a weight in Q8_0.
 //!
-//! | path    | multiplies with              | rows of x                             |
-//! |---------|------------------------------|---------------------------------------|
-//! | `Gemv`  | multiply-adds, codes decoded in registers: [`coded::gemv`] | few, on any device |
-//! | `Plane` | matrices of a plane, codes decoded into shared memory: [`coded`] | 3 to 256, through Vulkan |
-//! | `Dense` | the matmul of the dense weight | many                                |
+//! | path       | multiplies with              | rows of x                             |
+//! |------------|------------------------------|---------------------------------------|
+//! | `Gemv`     | multiply-adds, codes decoded in registers: [`coded::gemv`] | few, on any device |
+//! | `Subgroup` | matrices of a plane, codes decoded into shared memory: [`coded`] | 3 to 256, through Vulkan |
+//! | `Dense`    | the matmul of the dense weight | many                                |
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::coded::gemv::{self, DimsLaunch};
 use crate::coded::{
-    self, CodedProblem, DequantizeConfig, Dims, GemvConfig, PlaneConfig, PlanePlan,
+    self, CodedProblem, DequantizeConfig, Dims, GemvConfig, SubgroupConfig, SubgroupPlan,
 };
 use crate::elem::{elem, rounding};
 use crate::fits::{shape, stores};
@@ -48,7 +48,8 @@ pub struct Q8_0MatmulProblem {
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum Q8_0MatmulConfig {
     Gemv(GemvConfig),
-    Plane(PlaneConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
     Dense(DenseConfig),
 }
 
@@ -136,13 +137,14 @@ impl Kernel for Q8_0Matmul {
     fn candidates(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<Q8_0MatmulConfig> {
         let feasible = |c: &Q8_0MatmulConfig| Self::check(arch, p, c).is_ok();
         let gemv = GemvConfig::candidates(arch, p.m).into_iter().map(Q8_0MatmulConfig::Gemv);
-        let planes = coded::candidates(arch, &p.coded()).into_iter().map(Q8_0MatmulConfig::Plane);
+        let subgroups =
+            coded::candidates(arch, &p.coded()).into_iter().map(Q8_0MatmulConfig::Subgroup);
         let dense = denses(arch, p).into_iter().map(Q8_0MatmulConfig::Dense);
         // With few rows a dense weight does not pay off; with many rows codes are read repeatedly.
         let all: Vec<_> = match p.m {
-            0..=2 => gemv.chain(planes).collect(),
-            3..=CODED_ROWS => planes.chain(gemv).collect(),
-            _ => planes.chain(dense).chain(gemv.take(2)).collect(),
+            0..=2 => gemv.chain(subgroups).collect(),
+            3..=CODED_ROWS => subgroups.chain(gemv).collect(),
+            _ => subgroups.chain(dense).chain(gemv.take(2)).collect(),
         };
         all.into_iter().filter(feasible).collect()
     }
@@ -155,7 +157,7 @@ impl Kernel for Q8_0Matmul {
         stores(arch, [p.dtype])?;
         match config {
             Q8_0MatmulConfig::Gemv(c) => c.check(arch, p.weight.n),
-            Q8_0MatmulConfig::Plane(c) => coded::check(arch, &p.coded(), c),
+            Q8_0MatmulConfig::Subgroup(c) => coded::check(arch, &p.coded(), c),
             Q8_0MatmulConfig::Dense(c) => {
                 Q8_0Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.splits() > 1 {
@@ -201,7 +203,7 @@ impl Kernel for Q8_0Matmul {
     fn scratch_bytes(p: &Q8_0MatmulProblem, config: &Q8_0MatmulConfig) -> u64 {
         match config {
             Q8_0MatmulConfig::Gemv(_) => 0,
-            Q8_0MatmulConfig::Plane(c) => split_k::scratch_bytes(&p.dense(), c.parts),
+            Q8_0MatmulConfig::Subgroup(c) => split_k::scratch_bytes(&p.dense(), c.parts),
             Q8_0MatmulConfig::Dense(_) => out_bytes(&p.dequantized()) as u64,
         }
     }
@@ -237,7 +239,7 @@ impl Kernel for Q8_0Matmul {
                     elem(p.dtype),
                 );
             },
-            Q8_0MatmulConfig::Plane(c) => {
+            Q8_0MatmulConfig::Subgroup(c) => {
                 let plan = coded::plan(queue.profile(), &p.coded(), c).expect("it was checked");
                 let (cubes, dim) = p.coded().grid(&plan, c);
                 // A kernel without partial sums binds another buffer in their place and never writes it.
@@ -324,11 +326,11 @@ fn multiply_planes<F: Float, NX: Size, NW: Size, NO: Size>(
     n: u32,
     k: u32,
     part_steps: u32,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
     #[define(F)] _dtype: ElemType,
 ) {
     let dims = Dims { m, n, k, part_steps };
-    coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
+    coded::subgroup_matmul::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
 }
 
 #[cfg(test)]

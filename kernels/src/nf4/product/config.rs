@@ -10,7 +10,7 @@ use super::fused::{FusedConfig, FusedPlan};
 use super::gemv::GemvConfig;
 use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
-use crate::coded::{self, CodedProblem, PlaneConfig};
+use crate::coded::{self, CodedProblem, SubgroupConfig};
 use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::{MOST_NORMED_ROWS, Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
@@ -24,7 +24,8 @@ pub enum Nf4MatmulConfig {
     Stream(StreamConfig),
     Fused(FusedConfig),
     Shared(SharedConfig),
-    Plane(PlaneConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
     #[serde(rename = "lanes")]
     Gemv(GemvConfig),
     Dense(DenseConfig),
@@ -44,7 +45,7 @@ impl Nf4MatmulConfig {
             Self::Stream(c) => c.parts,
             Self::Fused(c) => c.parts,
             Self::Shared(c) => c.parts,
-            Self::Plane(c) => c.parts,
+            Self::Subgroup(c) => c.parts,
             Self::Gemv(_) | Self::Dense(_) => 1,
         }
     }
@@ -59,10 +60,10 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
         return normed(arch, p).into_iter().filter(feasible).collect();
     }
     let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
-    let planes = planes(arch, p);
+    let subgroups = subgroups(arch, p);
     // With few rows a dense weight does not pay off, and tiles are mostly empty.
-    let few = if planes.is_empty() { FEW_BY_GEMV } else { FEW_FOR_DENSE };
-    all.extend(planes.into_iter().map(Nf4MatmulConfig::Plane));
+    let few = if subgroups.is_empty() { FEW_BY_GEMV } else { FEW_FOR_DENSE };
+    all.extend(subgroups.into_iter().map(Nf4MatmulConfig::Subgroup));
     if p.m > few {
         let shared = shared(arch, p).into_iter().map(Nf4MatmulConfig::Shared);
         let fused = fused(arch, p).into_iter().map(Nf4MatmulConfig::Fused);
@@ -90,10 +91,10 @@ const FEW_BY_TENSOR_CORES: u32 = 128;
 const FEW_FOR_DENSE: u32 = 64;
 
 pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
-    let planes = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
+    let subgroup = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
     match multiplies(arch, dtype) {
         Ok(()) => FEW_BY_TENSOR_CORES,
-        Err(_) if arch.matrices_from_words() && arch.cmma.iter().any(planes) => FEW_FOR_DENSE,
+        Err(_) if arch.matrices_from_words() && arch.cmma.iter().any(subgroup) => FEW_FOR_DENSE,
         Err(_) => FEW_BY_GEMV,
     }
 }
@@ -106,7 +107,7 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
         Vec::new()
     } else if on_tensor_cores(arch, p).is_ok() {
         streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
-    } else if p.m <= FEW_BY_GEMV && !p.glu && planes(arch, &unnormed).is_empty() {
+    } else if p.m <= FEW_BY_GEMV && !p.glu && subgroups(arch, &unnormed).is_empty() {
         // A gated pair of matrices takes 44.6 us with a norm, and 38.7 us without (28672 x 4096, Vulkan).
         gemvs(arch, p).into_iter().map(Nf4MatmulConfig::Gemv).collect()
     } else {
@@ -136,7 +137,7 @@ pub(super) fn check(
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
         Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
         Nf4MatmulConfig::Shared(c) => check_shared(arch, p, c),
-        Nf4MatmulConfig::Plane(c) => coded::check(arch, &coded(p)?, c),
+        Nf4MatmulConfig::Subgroup(c) => coded::check(arch, &coded(p)?, c),
         Nf4MatmulConfig::Gemv(c) => check_gemv(arch, p, c),
         Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
     }
@@ -233,7 +234,7 @@ fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
 }
 
 /// Returns configs of plane matrices, if the weight has the order that they need.
-fn planes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<PlaneConfig> {
+fn subgroups(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SubgroupConfig> {
     match coded(p) {
         Ok(coded) => coded::candidates(arch, &coded),
         Err(_) => Vec::new(),

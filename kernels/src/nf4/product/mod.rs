@@ -6,14 +6,14 @@
 //!
 //! [`Nf4MatmulConfig`] chooses one of six paths:
 //!
-//! | path     | decodes                          | multiplies with    | used for                       |
-//! |----------|----------------------------------|--------------------|--------------------------------|
-//! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m up to 16, weight in tiles |
-//! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
-//! | `Shared` | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
-//! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
-//! | `Gemv`   | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
-//! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | many rows                  |
+//! | path       | decodes                          | multiplies with    | used for                       |
+//! |------------|----------------------------------|--------------------|--------------------------------|
+//! | `Stream`   | in registers, by pairs           | `mma.sync`         | CUDA, m up to 16, weight in tiles |
+//! | `Fused`    | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
+//! | `Shared`   | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
+//! | `Subgroup` | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
+//! | `Gemv`     | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
+//! | `Dense`    | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | many rows                  |
 //!
 //! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` also writes and reads a dense weight, 4 bytes
 //! an element; at 4096 rows this takes a thirtieth of the time of the matmul.
@@ -32,9 +32,9 @@ mod config;
 mod fused;
 mod gemv;
 mod pairs;
-mod plane;
 mod shared;
 mod stream;
+mod subgroup;
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -49,11 +49,11 @@ pub use gemv::GemvConfig;
 pub use shared::SharedConfig;
 pub use stream::StreamConfig;
 
-pub use crate::coded::PlaneConfig;
+pub use crate::coded::SubgroupConfig;
 
 use super::dequantize::{self, DequantizeProblem};
 use super::{Codes, CodesLaunch, Order, Weight, WeightBuffers};
-use crate::coded::{self, PlanePlan};
+use crate::coded::{self, SubgroupPlan};
 use crate::elem::{elem, rounding};
 use crate::launch::{index_width, launch};
 use crate::matmul::{
@@ -409,12 +409,12 @@ impl Plan {
                 let path = Path::Shared(config::shared_plan(p, &c));
                 Self::tiled(p, path, [c.tile_m(), c.tile_n()], c.planes(), c.parts)
             }
-            Nf4MatmulConfig::Plane(c) => {
+            Nf4MatmulConfig::Subgroup(c) => {
                 let coded = config::coded(p).expect("it was checked");
                 let plan = coded::plan(arch, &coded, &c).expect("it was checked");
                 let (cubes, cube_dim) = coded.grid(&plan, &c);
                 Self {
-                    path: Path::Plane(plan),
+                    path: Path::Subgroup(plan),
                     width: 4,
                     code_width: 4,
                     out_width: 1,
@@ -498,7 +498,7 @@ enum Path {
     Stream(StreamPlan),
     Fused(FusedPlan),
     Shared(SharedPlan),
-    Plane(PlanePlan),
+    Subgroup(SubgroupPlan),
     Gemv(GemvPlan),
     Pairs(GemvPlan),
 }
@@ -525,10 +525,12 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
         Path::Shared(plan) => {
             shared::shared::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
-        Path::Plane(plan) => {
+        Path::Subgroup(plan) => {
             let sizes =
                 coded::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
-            coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &sizes, plan)
+            coded::subgroup_matmul::<Codes<NW>, F, NX, NO>(
+                x, weight, out, partials, &finish, &sizes, plan,
+            )
         }
         Path::Gemv(plan) => gemv::gemv::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan),
         Path::Pairs(plan) => pairs::pairs::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),

@@ -17,10 +17,10 @@
 //! Ladder in ms at m = 1 with 8 / 4 / 1 rows of the weight at a time (4096 x 4096 in rows, f32, two cores of
 //! cpu-genuineintel.6.167-2, where a dense matmul takes 2.49):
 //!
-//! | version                                                                |                    |
-//! |------------------------------------------------------------------------|--------------------|
+//! | version                                                              |                    |
+//! |----------------------------------------------------------------------|--------------------|
 //! | v1 [`gemv`](super::gemv): one value at a time, one accumulator a row | 1.93 / 2.34 / 4.26 |
-//! | v2 one pair at a time, two accumulators of pairs a row                 | 1.48 / 1.70 / 1.91 |
+//! | v2 one pair at a time, two accumulators of pairs a row               | 1.48 / 1.70 / 1.91 |
 
 use cubecl::prelude::*;
 

@@ -15,8 +15,8 @@
 //!
 //! Cost: the codes of the weight once for every `tile_m` rows of x, decoding, and matmul.
 //!
-//! The weight's [`Coded`] implementation decodes. The ladders are in `nf4/product/plane.rs` and
-//! `int8/plane.rs`.
+//! The weight's [`Coded`] implementation decodes. The ladders are in `nf4/product/subgroup.rs` and
+//! `int8/subgroup.rs`.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
@@ -32,7 +32,7 @@ use crate::round::rounded;
 
 /// Tile sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct PlaneConfig {
+pub struct SubgroupConfig {
     /// Rows of x that a cube processes.
     pub tile_m: u32,
     /// Planes of a cube.
@@ -48,7 +48,7 @@ pub(crate) const STEP: u32 = 64;
 /// Words of a 16 x 16 result.
 const RESULT: u32 = 16 * 16 / 4;
 
-impl PlaneConfig {
+impl SubgroupConfig {
     /// Rows of the weight that a cube processes.
     pub(crate) const fn tile_n(self) -> u32 {
         self.planes * self.columns
@@ -74,11 +74,11 @@ impl PlaneConfig {
 
 /// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PlanePlan {
+pub(crate) struct SubgroupPlan {
     /// Bits of a code.
     pub(crate) bits: u32,
     /// Config with one part, so that instances of different parts differ only in `partial`.
-    pub(crate) config: PlaneConfig,
+    pub(crate) config: SubgroupConfig,
     /// Units of a plane.
     pub(crate) plane: u32,
     /// Depth of the instruction, whose result is 16 x 16.
@@ -93,7 +93,7 @@ pub(crate) struct PlanePlan {
     pub(crate) partial: bool,
 }
 
-impl PlanePlan {
+impl SubgroupPlan {
     pub(crate) const fn units(self) -> u32 {
         self.config.planes * self.plane
     }
@@ -130,16 +130,16 @@ pub(crate) struct Dims {
 }
 
 #[cube]
-pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
+pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &W,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { tile_m, planes, columns, .. } = comptime!(plan.config);
+    let SubgroupConfig { tile_m, planes, columns, .. } = comptime!(plan.config);
     let (frags_m, frags_n) = comptime!((tile_m as usize / 16, columns as usize / 16));
     let depth = comptime!(plan.inst_k as usize);
     let tiles = comptime!(plan.config.tiles(plan.units(), plan.exact));
@@ -286,7 +286,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
 
 /// Returns the row of the weight for line `line` of a cube's tile. Past the end it is the last row.
 #[cube]
-fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: PlanePlan) -> u32 {
+fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: SubgroupPlan) -> u32 {
     if comptime!(plan.glu) {
         let (columns, wide) = comptime!((plan.config.columns, plan.wide()));
         let (plane, within) = (line / columns, line % columns);
@@ -308,7 +308,7 @@ fn read_codes<W: Coded>(
     first_col: u32,
     unit: u32,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let per_line = comptime!(plan.per_line());
     #[unroll]
@@ -329,7 +329,7 @@ fn decode<W: Coded, F: Float>(
     book: &[f32],
     unit: u32,
     #[comptime] tile: Tile,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let per_line = comptime!(plan.per_line());
     #[unroll]
@@ -355,7 +355,7 @@ fn store_one<F: Float, NO: Size>(
     row: u32,
     col: u32,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     if col < dims.n {
         let to = row as usize * dims.n as usize + col as usize;
@@ -380,7 +380,7 @@ fn store_both<F: Float, NO: Size>(
     row: u32,
     col: u32,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let half = dims.n / 2;
     if col < half {
@@ -399,7 +399,7 @@ fn store_both<F: Float, NO: Size>(
 
 /// Returns the configs for this number of rows that pass [`check`]. Split-k fills the card with cubes once,
 /// or twice.
-pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfig> {
+pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<SubgroupConfig> {
     let tile_m = p.m.min(64).next_multiple_of(16);
     let steps = u64::from(p.k / STEP);
     let mut found = Vec::new();
@@ -407,12 +407,12 @@ pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfi
         return found;
     }
     for (planes, columns) in [(4, 16), (8, 16), (4, 32), (8, 32), (2, 32)] {
-        let one = PlaneConfig { tile_m, planes, columns, parts: 1 };
+        let one = SubgroupConfig { tile_m, planes, columns, parts: 1 };
         for wish in [IN_FLIGHT / p.blocks(&one), 2 * IN_FLIGHT / p.blocks(&one), 1] {
             // Parts are equal, with at least four steps each.
             let wish = wish.clamp(1, (steps / 4).max(1));
             let parts = steps.div_ceil(steps.div_ceil(wish).max(1)).max(1) as u32;
-            let config = PlaneConfig { parts, ..one };
+            let config = SubgroupConfig { parts, ..one };
             if !found.contains(&config) && check(arch, p, &config).is_ok() {
                 found.push(config);
             }
@@ -438,12 +438,12 @@ pub(crate) struct CodedProblem {
 }
 
 impl CodedProblem {
-    fn blocks(&self, c: &PlaneConfig) -> u64 {
+    fn blocks(&self, c: &SubgroupConfig) -> u64 {
         u64::from(self.m.div_ceil(c.tile_m)) * u64::from(self.n.div_ceil(c.tile_n()))
     }
 
     /// Cubes and units of a launch.
-    pub(crate) fn grid(&self, plan: &PlanePlan, c: &PlaneConfig) -> (CubeCount, CubeDim) {
+    pub(crate) fn grid(&self, plan: &SubgroupPlan, c: &SubgroupConfig) -> (CubeCount, CubeDim) {
         let cubes = CubeCount::Static(self.blocks(c) as u32, c.parts, 1);
         (cubes, CubeDim::new_2d(plan.plane, c.planes))
     }
@@ -452,7 +452,7 @@ impl CodedProblem {
 pub(crate) fn check(
     arch: &ArchProfile,
     p: &CodedProblem,
-    c: &PlaneConfig,
+    c: &SubgroupConfig,
 ) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
         return Err(lacks("plane-scope matrices that are loaded from words"));
@@ -486,16 +486,16 @@ pub(crate) fn check(
 pub(crate) fn plan(
     arch: &ArchProfile,
     p: &CodedProblem,
-    c: &PlaneConfig,
-) -> Result<PlanePlan, Infeasible> {
+    c: &SubgroupConfig,
+) -> Result<SubgroupPlan, Infeasible> {
     let inst = plane_inst(arch, p.precision)
         .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", p.precision.name())))?;
     if STEP % inst.k != 0 {
         return Err(lacks("matrices that divide steps of 64"));
     }
-    Ok(PlanePlan {
+    Ok(SubgroupPlan {
         bits: p.bits,
-        config: PlaneConfig { parts: 1, ..*c },
+        config: SubgroupConfig { parts: 1, ..*c },
         plane: arch.plane_size.0,
         inst_k: inst.k,
         bf16: p.precision == Precision::Bf16,

@@ -45,7 +45,7 @@ use crate::round::rounded;
 
 /// Tile sizes of the cooperative-matrix path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct PlaneConfig {
+pub struct SubgroupConfig {
     /// Planes per cube.
     pub planes: u32,
     /// Queries per plane: 16 or 32.
@@ -57,7 +57,7 @@ pub struct PlaneConfig {
 /// Padding elements per line of scores or weights, against bank conflicts.
 const PAD: u32 = 8;
 
-impl PlaneConfig {
+impl SubgroupConfig {
     /// Queries per cube.
     pub(crate) const fn tile_q(self) -> u32 {
         self.planes * self.rows
@@ -79,8 +79,8 @@ impl PlaneConfig {
 
 /// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PlanePlan {
-    pub(crate) config: PlaneConfig,
+pub(crate) struct SubgroupPlan {
+    pub(crate) config: SubgroupConfig,
     pub(crate) head_dim: u32,
     /// Units per plane.
     pub(crate) plane: u32,
@@ -90,14 +90,14 @@ pub(crate) struct PlanePlan {
     pub(crate) exact: bool,
 }
 
-impl PlanePlan {
+impl SubgroupPlan {
     pub(crate) const fn units(self) -> u32 {
         self.config.planes * self.plane
     }
 
     /// Layout of a K tile; V uses the same layout.
     pub(crate) const fn tile(self) -> Tile {
-        let PlaneConfig { tile_kv, .. } = self.config;
+        let SubgroupConfig { tile_kv, .. } = self.config;
         Tile { lines: tile_kv, line: self.head_dim, units: self.units(), exact: self.exact }
     }
 
@@ -129,7 +129,7 @@ impl PlanePlan {
 
     /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
-        let PlaneConfig { rows, tile_kv, .. } = self.config;
+        let SubgroupConfig { rows, tile_kv, .. } = self.config;
         Region { queries: rows, keys: tile_kv, turned: false, exact: self.exact }
     }
 }
@@ -139,7 +139,7 @@ const HEADROOM: f32 = 8.0 * std::f32::consts::LN_2;
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
-pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
+pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     q: &[Vector<F, NI>],
     k: &[Vector<F, NI>],
     v: &[Vector<F, NI>],
@@ -148,9 +148,9 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     scores: &Scores<F, M>,
     sequences: &Sequences,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let tile_q = comptime!(plan.config.tile_q());
     let frags = comptime!(rows as usize / 16);
     let steps = comptime!(plan.head_dim as usize / 16);
@@ -408,7 +408,7 @@ pub(super) fn fragments_of<F: Float, N: Size>(
     steps: &Steps,
     rows: &Rows,
     scratch: &mut [Vector<F, Const<4>>],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) -> Sequence<Matrix<F>> {
     let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
     let (sharers, line) = comptime!((plan.sharers(), plan.line()));
@@ -450,9 +450,9 @@ pub(super) fn multiply<F: Float>(
     a: &Sequence<Matrix<F>>,
     tile: &[Word],
     scores: &mut [Vector<f32, Const<4>>],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
     let line = comptime!(plan.line());
     let corner = corner_of(plan);
@@ -496,9 +496,9 @@ pub(super) fn accumulate<F: Float>(
     acc: &Sequence<Matrix<f32>>,
     weights: &[Vector<F, Const<4>>],
     tile: &[Word],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
     let line = comptime!(plan.line());
     let corner = corner_of(plan);
@@ -540,7 +540,7 @@ pub(super) fn store_rows<F: Float, N: Size>(
     acc: &Sequence<Matrix<f32>>,
     factors: &Array<f32>,
     scratch: &mut [Vector<f32, Const<4>>],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
     let all_steps = comptime!(plan.head_dim as usize / 16);
@@ -584,7 +584,7 @@ pub(super) fn store_rows<F: Float, N: Size>(
 
 /// Index in vectors where a plane's own scores and weights begin.
 #[cube]
-pub(super) fn corner_of(#[comptime] plan: PlanePlan) -> u32 {
+pub(super) fn corner_of(#[comptime] plan: SubgroupPlan) -> u32 {
     UNIT_POS_Y * comptime!(plan.config.rows * plan.line() / 4)
 }
 

@@ -6,7 +6,7 @@
 //! Time in us for 14336 x 4096 in bf16 (H200 through Vulkan), next to the previous path for these rows,
 //! `Dense` or `Gemv`:
 //!
-//! | m  | `Plane` | before       |
+//! | m  | `Subgroup` | before       |
 //! |----|---------|--------------|
 //! | 8  | 46.2    | 55.1 `Gemv`  |
 //! | 16 | 46.5    | 98.1 `Dense` |
@@ -20,7 +20,7 @@ use tune::Queue;
 
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
 use super::{Codes, CodesLaunch};
-use crate::coded::{self, CodedProblem, Dims, PlaneConfig, PlanePlan};
+use crate::coded::{self, CodedProblem, Dims, SubgroupConfig, SubgroupPlan};
 use crate::elem::elem;
 use crate::launch::launch;
 use crate::matmul::{Finish, FinishLaunch, split_k};
@@ -31,7 +31,7 @@ pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {
     CodedProblem { m: p.m, n: weight.n, k: weight.k, precision, bits: 8, glu: false }
 }
 
-fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &PlaneConfig) -> PlanePlan {
+fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &SubgroupConfig) -> SubgroupPlan {
     coded::plan(arch, &coded(p), c).expect("it was checked")
 }
 
@@ -39,7 +39,7 @@ fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &PlaneConfig) -> PlanePlan
 pub(super) fn launch(
     queue: &Queue,
     p: &Int8MatmulProblem,
-    c: &PlaneConfig,
+    c: &SubgroupConfig,
     x: Handle,
     operands: &Int8MatmulOperands,
     partials: Option<&Handle>,
@@ -98,9 +98,9 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     n: u32,
     k: u32,
     part_steps: u32,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
     #[define(F)] _dtype: ElemType,
 ) {
     let dims = Dims { m, n, k, part_steps };
-    coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
+    coded::subgroup_matmul::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
 }
