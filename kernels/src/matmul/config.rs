@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn bulk_copies_are_for_one_product_along_k() {
+    fn tma_copies_are_for_one_product_along_k() {
         let (with, without) = (recorded("h200"), recorded("rtx4090"));
         let p = problem([4096; 3], [Layout::Row, Layout::Col], Precision::Bf16);
         let of = |arch: &ArchProfile, p: &MatmulProblem| -> Vec<_> {
