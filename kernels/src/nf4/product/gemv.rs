@@ -181,7 +181,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     #[comptime]
                     match norm {
                         ComptimeOption::Some(norm) => {
-                            weigh(&mut eights, &mut acc, norm, at * together + w, plan);
+                            apply_norm_weight(&mut eights, &mut acc, norm, at * together + w, plan);
                         }
                         ComptimeOption::None => {}
                     }
@@ -234,8 +234,8 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                                     let square = comptime!(products + c as usize);
                                     acc[square] = fma(x, x, acc[square]);
                                 }
-                                let gains = norm.factors(at as usize);
-                                x *= gains[0];
+                                let norm_weights = norm.factors(at as usize);
+                                x *= norm_weights[0];
                             }
                             ComptimeOption::None => {}
                         }
@@ -402,7 +402,7 @@ fn load_eights<F: Float, NX: Size>(
 
 /// Accumulates the squares of eight elements of x, and multiplies the elements by the norm weight.
 #[cube]
-fn weigh<F: Float, NX: Size>(
+fn apply_norm_weight<F: Float, NX: Size>(
     eights: &mut Array<f32>,
     acc: &mut Array<f32>,
     norm: &NormWeight<F, NX>,
@@ -413,7 +413,7 @@ fn weigh<F: Float, NX: Size>(
     let first = at as usize * comptime!(8 / width);
     #[unroll]
     for v in 0..comptime!(8 / width) {
-        let gains = norm.factors(first + v);
+        let norm_weights = norm.factors(first + v);
         #[unroll]
         for e in 0..width {
             #[unroll]
@@ -421,7 +421,7 @@ fn weigh<F: Float, NX: Size>(
                 let i = comptime!(c * 8 + v * width + e);
                 let square = comptime!(plan.products() as usize + c);
                 acc[square] = fma(eights[i], eights[i], acc[square]);
-                eights[i] *= gains[e];
+                eights[i] *= norm_weights[e];
             }
         }
     }

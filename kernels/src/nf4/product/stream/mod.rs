@@ -212,13 +212,13 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let nested = first_nested(weight, unit);
     let stage = Stage { table, sums, plane, lane };
     stage.copy(x, dims, own, quads, 0usize);
-    let mut gains = Vector::<u32, Const<4>>::new(0u32);
+    let mut norm_weights = Vector::<u32, Const<4>>::new(0u32);
     #[comptime]
     match norm {
         ComptimeOption::Some(norm) => {
             // Past the end of k x is zero, so that any weight will do.
             let from = u64::cast_from(min(own, quads - 1) * 512 + lane * 16);
-            gains = stream_words(norm.address() + from, 0u32);
+            norm_weights = stream_words(norm.address() + from, 0u32);
         }
         ComptimeOption::None => {}
     }
@@ -235,7 +235,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
     if comptime!(plan.norm.is_some()) {
-        stage.weigh::<F, NF, NC>(&mut fixed, gains, squares, &def, plan);
+        stage.apply_norm_weight::<F, NF, NC>(&mut fixed, norm_weights, squares, &def, plan);
     }
     sync_cube();
     #[comptime]
