@@ -3,8 +3,8 @@
 //! ```text
 //!   for each `columns` rows of x
 //!     for each vector of a row of the weight              // one unit; neighbouring units take neighbouring vectors
-//!       acc += weigh(code, block) · x                     // for `rows` rows and `columns` of x
-//!     y = epilogue(scaled(sum of the units' acc, row))    // tree reduction through shared memory
+//!       acc += scale_by_block(code, block) · x            // for `rows` rows and `columns` of x
+//!     y = epilogue(scale_by_row(sum of the units' acc, row))    // tree reduction through shared memory
 //! ```
 //!
 //! Arithmetic is f32, and the scale of a row is applied to its sum. If 4 does not divide k, a word spans two
@@ -190,7 +190,7 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
                                     right[comptime!(r as usize)].extract(comptime!(element / 4));
                                 let code = code_of(word, comptime!(element as u32 % 4));
                                 let block = *scales.index(comptime!(r as usize));
-                                values.insert(e, W::weigh(code, block));
+                                values.insert(e, W::scale_by_block(code, block));
                             }
                             #[unroll]
                             for c in 0..columns {
@@ -207,7 +207,8 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
                         for r in 0..rows {
                             let word = right[comptime!(r as usize)].extract(comptime!(element / 4));
                             let code = code_of(word, comptime!(element as u32 % 4));
-                            let code = W::weigh(code, *scales.index(comptime!(r as usize)));
+                            let code =
+                                W::scale_by_block(code, *scales.index(comptime!(r as usize)));
                             #[unroll]
                             for c in 0..columns {
                                 let i = comptime!((r * columns + c) as usize);
@@ -228,7 +229,7 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
                     let flat = row * dims.k as usize + at as usize;
                     let word =
                         W::codes(weight, flat / 4).extract(0usize) >> ((flat % 4) as u32 * 8);
-                    let code = W::weigh(code_of(word, 0u32), W::block(weight, flat / 4));
+                    let code = W::scale_by_block(code_of(word, 0u32), W::block(weight, flat / 4));
                     #[unroll]
                     for c in 0..columns {
                         let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
@@ -306,7 +307,8 @@ fn store<W: ByteCoded<NW>, F: Float, NW: Size, NO: Size>(
     if n < dims.n && m < dims.m {
         let columns = Columns { first: 0usize.runtime(), count: dims.n };
         let to = m as usize * dims.n as usize + n as usize;
-        let value = finish.one(W::scaled(sum, W::row(weight, n as usize), dims.k), to, n, &columns);
+        let value =
+            finish.one(W::scale_by_row(sum, W::row(weight, n as usize), dims.k), to, n, &columns);
         out[to] = Vector::new(F::cast_from(value));
     }
 }

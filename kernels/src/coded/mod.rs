@@ -55,7 +55,7 @@ pub(crate) trait Coded: CubeType {
     fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32;
 }
 
-/// A quantised weight `[n, k]` with one code per byte, row-major: `value = weigh(code, block) · row`.
+/// A quantised weight `[n, k]` with one code per byte, row-major: `value = scale_by_block(code, block) · row`.
 #[cube]
 pub(crate) trait ByteCoded<NW: Size>: CubeType {
     /// Number of vectors of codes.
@@ -71,10 +71,10 @@ pub(crate) trait ByteCoded<NW: Size>: CubeType {
     fn row(this: &Self, row: usize) -> f32;
 
     /// Multiplies a code by the scale of its block.
-    fn weigh(code: f32, block: f32) -> f32;
+    fn scale_by_block(code: f32, block: f32) -> f32;
 
     /// Multiplies a block-scaled code, or a sum of them, by the scale of its row.
-    fn scaled(sum: f32, row: f32, k: u32) -> f32;
+    fn scale_by_row(sum: f32, row: f32, k: u32) -> f32;
 }
 
 /// Adds 128 to each code of a word, as [`code_of`] expects.

@@ -141,7 +141,7 @@ fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
 /// the other, as in bitsandbytes. XOR with the top bit of k, which is always 0, keeps the compiler from
 /// reordering them.
 #[cube]
-fn scaled(code: f32, scb: f32, k: u32) -> f32 {
+fn scale_by_row(code: f32, scb: f32, k: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(code * scb) ^ (k >> 31)) * comptime!(1.0f32 / 127.0)
 }
 
@@ -204,7 +204,7 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
-        scaled(sum, this.scb[row as usize], k)
+        scale_by_row(sum, this.scb[row as usize], k)
     }
 }
 
@@ -226,12 +226,12 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
         this.scb[row]
     }
 
-    fn weigh(code: f32, _block: f32) -> f32 {
+    fn scale_by_block(code: f32, _block: f32) -> f32 {
         code
     }
 
-    fn scaled(sum: f32, row: f32, k: u32) -> f32 {
-        scaled(sum, row, k)
+    fn scale_by_row(sum: f32, row: f32, k: u32) -> f32 {
+        scale_by_row(sum, row, k)
     }
 }
 

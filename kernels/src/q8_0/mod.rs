@@ -216,11 +216,11 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
         1.0f32
     }
 
-    fn weigh(code: f32, block: f32) -> f32 {
+    fn scale_by_block(code: f32, block: f32) -> f32 {
         code * block
     }
 
-    fn scaled(sum: f32, _row: f32, _k: u32) -> f32 {
+    fn scale_by_row(sum: f32, _row: f32, _k: u32) -> f32 {
         sum
     }
 }
