@@ -196,7 +196,7 @@ fn multiply_kernel<I: Float, W: Size>(
     steps: u32,
     #[comptime] chains: usize,
     #[comptime] inst_k: u32,
-    #[comptime] half_sums: bool,
+    #[comptime] f16_accumulation: bool,
     #[define(I)] _dtype: ElemType,
 ) {
     let seed = f32::cast_from(UNIT_POS) * 1.0e-3 + 1.0e-3;
@@ -219,7 +219,7 @@ fn multiply_kernel<I: Float, W: Size>(
             sum += acc[i];
         }
         out[ABSOLUTE_POS] = sum.extract(0usize);
-    } else if comptime!(half_sums) {
+    } else if comptime!(f16_accumulation) {
         out[CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize] = halves(seed, steps);
     } else {
         let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, inst_k as usize);

@@ -21,7 +21,7 @@ use crate::{Ctx, Epilogue, MemoryProfile, OpError, OpMemory};
 ///
 /// # Errors
 /// [`OpError::Depth`], [`OpError::Shape`], [`OpError::DType`] for operands that do not fit, or a result dtype
-/// other than that of x; [`OpError::HalfSums`] and [`OpError::NoTf32`] for options that these kernels lack;
+/// other than that of x; [`OpError::F16Accumulation`] and [`OpError::NoTf32`] for options that these kernels lack;
 /// [`OpError::Device`] for a device without kernels; [`OpError::Tune`] if the policy allows no config for the
 /// shape.
 pub fn quantized_linear<const D: usize>(
@@ -101,12 +101,12 @@ fn run<const D: usize>(
     epilogue.check_dtypes(need, need)?;
     epilogue.check_shapes(n, shape)?;
     let problem = epilogue.norm_of(&x)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32, half_sums, norm } = epilogue;
+    let Epilogue { bias, activation, gate, residual, out, tf32, f16_accumulation, norm } = epilogue;
     if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
         return Err(OpError::DType { what: "the result", have: out.into(), need });
     }
-    if half_sums {
-        return Err(OpError::HalfSums(need));
+    if f16_accumulation {
+        return Err(OpError::F16Accumulation(need));
     }
     if tf32 {
         return Err(OpError::NoTf32);

@@ -247,16 +247,16 @@ fn the_gradient_of_what_repeats_is_summed_before_it_is_rounded() {
 
 /// f16 accumulation is used only if requested, and is an error if the device lacks it.
 #[test]
-fn half_sums_are_asked_for() {
+fn f16_accumulation_is_asked_for() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let run = |dtype| {
         let [x, w] = [tensor::<2>([3, 4], 1, &device), tensor::<2>([4, 2], 2, &device)];
-        let half = Epilogue { half_sums: true, ..Epilogue::default() };
+        let half = Epilogue { f16_accumulation: true, ..Epilogue::default() };
         matmul(&ctx, x.cast(dtype), w.cast(dtype), half).expect_err("refused")
     };
     for dtype in [DType::F32, DType::BF16] {
         let refused = run(dtype);
-        assert!(matches!(&refused, OpError::HalfSums(own) if *own == dtype), "{refused}");
+        assert!(matches!(&refused, OpError::F16Accumulation(own) if *own == dtype), "{refused}");
     }
     let refused = run(DType::F16).to_string();
     assert!(refused.contains("needs f16acc16 matrix instructions"), "{refused}");

@@ -297,8 +297,8 @@ fn what_is_no_weight_is_refused() {
     assert!(matches!(run(x(), half), Err(OpError::DType { what: "the result", .. })));
     let tf32 = Epilogue { tf32: true, ..Epilogue::default() };
     assert!(matches!(run(x(), tf32), Err(OpError::NoTf32)));
-    let half = Epilogue { half_sums: true, ..Epilogue::default() };
-    assert!(matches!(run(x(), half), Err(OpError::HalfSums(_))));
+    let half = Epilogue { f16_accumulation: true, ..Epilogue::default() };
+    assert!(matches!(run(x(), half), Err(OpError::F16Accumulation(_))));
     let bias = Epilogue { bias: Some(tensor([3], 1, &device)), ..Epilogue::default() };
     assert!(matches!(run(x(), bias), Err(OpError::Shape { what: "bias", .. })));
     for rows in [1, 3] {
