@@ -247,8 +247,8 @@ fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Inf
     if !arch.cmma.contains(&MmaShape { ab, acc, m: 16, n: 16, k: 16 }) {
         return Err(lacks(format!("16 x 16 x 16 plane-scope {ab} matrices")));
     }
-    let (plane, most) = arch.plane_size;
-    if plane != most || ![8, 16, 32, 64].contains(&plane) {
+    let (plane, max_plane) = arch.plane_size;
+    if plane != max_plane || ![8, 16, 32, 64].contains(&plane) {
         return Err(lacks("planes of 8 to 64 units, all alike"));
     }
     if problem.head_dim % 16 != 0 || problem.head_dim > 256 {

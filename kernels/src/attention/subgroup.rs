@@ -198,11 +198,11 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     for _ in 0..comptime!(frags * steps) {
         acc.push(zeros(16usize));
     }
-    let mut most = Array::<f32>::new(slots); // m of this unit's rows
+    let mut row_max = Array::<f32>::new(slots); // m of this unit's rows
     let mut sum = Array::<f32>::new(slots); //  this unit's part of l
     #[unroll]
     for i in 0..slots {
-        most[i] = scores.hidden;
+        row_max[i] = scores.hidden;
         sum[i] = 0.0f32.runtime();
     }
     // `Scores::unit` gives exponents of 2; this path computes powers of e.
@@ -287,7 +287,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
                 s[comptime!(i * held + j)] = own;
             }
             tops[i] = top * power;
-            grows = grows || tops[i] > most[i] + HEADROOM;
+            grows = grows || tops[i] > row_max[i] + HEADROOM;
         }
 
         // Update m and rescale everything that is a multiple of exp(-m).
@@ -302,10 +302,10 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
                 if comptime!(sharers > 2) {
                     reached = max(reached, plane_shuffle_xor(reached, 2));
                 }
-                let grown = max(most[i], reached);
+                let grown = max(row_max[i], reached);
                 // -inf - -inf is NaN: leave a row without keys so far as it is.
-                let factor = select(grown == scores.hidden, 1.0f32, (most[i] - grown).exp());
-                most[i] = grown;
+                let factor = select(grown == scores.hidden, 1.0f32, (row_max[i] - grown).exp());
+                row_max[i] = grown;
                 sum[i] *= factor;
                 factors[i] = factor;
             }
@@ -342,7 +342,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
         for i in 0..slots {
             let line_of = comptime!(pass * i as u32) + down;
             let from = corner + line_of * comptime!(line / 4) + across;
-            let shift = select(most[i] == scores.hidden, 0.0f32, -most[i]);
+            let shift = select(row_max[i] == scores.hidden, 0.0f32, -row_max[i]);
             let mut part = 0.0f32.runtime();
             #[unroll]
             for j in 0..held {
@@ -381,7 +381,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
             let row = row0 + comptime!(pass * i as u32) + down;
             if row < here.seq_q && across == 0 {
                 let at = dims.lse_at(here.from_q + row, batch, head);
-                lse[at] = select(l == 0.0, scores.hidden, most[i] + l.ln());
+                lse[at] = select(l == 0.0, scores.hidden, row_max[i] + l.ln());
             }
         }
     }

@@ -235,7 +235,7 @@ fn scales_of_rows<F: Float, NI: Size>(
     let mut first = CUBE_POS_X * per_cube;
     while first < n {
         let row = first + group;
-        let mut most = 0.0f32.runtime();
+        let mut absmax = 0.0f32.runtime();
         if row < n {
             let mut at = u32::cast_from(lane);
             while at < vectors {
@@ -243,7 +243,7 @@ fn scales_of_rows<F: Float, NI: Size>(
                 #[unroll]
                 for e in 0..width {
                     let size = magnitude(f32::cast_from(vector.extract(e)));
-                    most = select(size > most, size, most);
+                    absmax = select(size > absmax, size, absmax);
                     // The comparison fails for infinity and NaN.
                     let finite = size <= f32::MAX;
                     if !finite {
@@ -254,7 +254,7 @@ fn scales_of_rows<F: Float, NI: Size>(
             }
         }
         if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
+            shared[UNIT_POS as usize] = absmax;
             #[unroll]
             for level in 0..comptime!(lanes.ilog2()) {
                 sync_cube();
@@ -270,7 +270,7 @@ fn scales_of_rows<F: Float, NI: Size>(
             }
             sync_cube();
         } else if row < n {
-            scb[row as usize] = most;
+            scb[row as usize] = absmax;
         }
         first += CUBE_COUNT_X * per_cube;
     }

@@ -460,13 +460,13 @@ fn quantize_blocks<F: Float, NI: Size>(
         for side in 0..2usize {
             let block = 2 * pair + side;
             if block < blocks {
-                let mut most = 0.0f32.runtime();
+                let mut absmax = 0.0f32.runtime();
                 for w in 0..words {
                     let vector = values[block * words + w];
                     #[unroll]
                     for e in 0..4usize {
                         let size = f32::abs(f32::cast_from(vector.extract(e)));
-                        most = select(size > most, size, most);
+                        absmax = select(size > absmax, size, absmax);
                         // The comparison fails for infinity and NaN.
                         let finite = size <= f32::MAX;
                         if !finite {
@@ -474,7 +474,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                         }
                     }
                 }
-                let d = most / 127.0f32;
+                let d = absmax / 127.0f32;
                 // A smaller scale would have an infinite inverse.
                 let inverse = select(d >= f32::MIN_POSITIVE, 1.0f32 / d, 0.0f32.runtime());
                 for w in 0..words {

@@ -146,11 +146,11 @@ impl Pair {
 
     /// Returns the largest magnitude.
     fn largest<N: Size>(&self) -> f32 {
-        let mut most = largest::<N>(&self.x);
+        let mut absmax = largest::<N>(&self.x);
         if self.turns {
-            most = larger(most, largest::<N>(&self.y));
+            absmax = larger(absmax, largest::<N>(&self.y));
         }
-        most
+        absmax
     }
 
     /// Stores the vectors to the destination of their head.
@@ -174,12 +174,12 @@ impl Pair {
 /// Returns the largest magnitude in a vector.
 #[cube]
 fn largest<N: Size>(values: &Array<f32>) -> f32 {
-    let mut most = 0.0f32.runtime();
+    let mut absmax = 0.0f32.runtime();
     #[unroll]
     for e in 0..N::value() {
-        most = larger(most, magnitude(values[e]));
+        absmax = larger(absmax, magnitude(values[e]));
     }
-    most
+    absmax
 }
 
 /// Loads vector `at` of a head and applies the norm, if the head has one.

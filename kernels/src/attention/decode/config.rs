@@ -108,7 +108,7 @@ fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Deco
     for cubes in CUBES {
         for [units, keys] in gemv::GEOMETRIES {
             let keys_at_once = gemv::reach(arch, problem, units, keys);
-            let cut = splits(arch, problem, cubes, keys_at_once, gemv::MOST_SPLITS);
+            let cut = splits(arch, problem, cubes, keys_at_once, gemv::MAX_SPLITS);
             for splits in [cut, 1] {
                 let config = DecodeConfig::Gemv(GemvConfig { units, keys, splits });
                 if check(arch, problem, &config).is_ok() && !found.contains(&config) {
@@ -122,11 +122,17 @@ fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Deco
 
 /// Number of splits that gives each processor `cubes` cubes. Each split has at least `keys`
 /// positions, which keep all planes of a cube busy.
-fn splits(arch: &ArchProfile, problem: &DecodeProblem, cubes: u32, keys: u32, most: u32) -> u32 {
+fn splits(
+    arch: &ArchProfile,
+    problem: &DecodeProblem,
+    cubes: u32,
+    keys: u32,
+    max_splits: u32,
+) -> u32 {
     // If the driver does not report processors, assume a mid-range card.
     let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / shares(problem);
-    let most = problem.visible().div_ceil(keys).min(most);
-    (wanted.min(u64::from(most)) as u32).max(1)
+    let max_splits = problem.visible().div_ceil(keys).min(max_splits);
+    (wanted.min(u64::from(max_splits)) as u32).max(1)
 }
 
 /// Number of work tiles without splits: cache heads of all sequences times cubes per cache head.
@@ -209,13 +215,13 @@ mod tests {
         let of = |batch| {
             DecodeProblem::contiguous(batch, [32, 8], 1, 8192, 128, DType::Bf16).expect("valid")
         };
-        let most = SplitConfig::MAX_SPLITS;
-        assert_eq!(splits(&arch, &of(1), 1, 64, most), 16);
-        assert_eq!(splits(&arch, &of(1), 2, 64, most), 32);
-        assert_eq!(splits(&arch, &of(16), 2, 64, most), 2);
-        assert_eq!(splits(&arch, &of(64), 2, 64, most), 1);
+        let max_splits = SplitConfig::MAX_SPLITS;
+        assert_eq!(splits(&arch, &of(1), 1, 64, max_splits), 16);
+        assert_eq!(splits(&arch, &of(1), 2, 64, max_splits), 32);
+        assert_eq!(splits(&arch, &of(16), 2, 64, max_splits), 2);
+        assert_eq!(splits(&arch, &of(64), 2, 64, max_splits), 1);
         let short = DecodeProblem { longest: 130, ..of(1) };
-        assert_eq!(splits(&arch, &short, 2, 64, most), 3);
+        assert_eq!(splits(&arch, &short, 2, 64, max_splits), 3);
     }
 
     #[test]

@@ -133,8 +133,8 @@ pub(super) fn check(
     if !c.units.is_multiple_of(arch.plane_size.0) {
         return Err(shape("units", c.units, "whole planes"));
     }
-    if !(1..=MOST_SPLITS).contains(&c.splits) {
-        return Err(shape("splits", c.splits, &format!("1 to {MOST_SPLITS}")));
+    if !(1..=MAX_SPLITS).contains(&c.splits) {
+        return Err(shape("splits", c.splits, &format!("1 to {MAX_SPLITS}")));
     }
     let width = width(arch, p) as u32;
     if !width.is_multiple_of(4) {
@@ -151,7 +151,7 @@ pub(super) fn check(
     limits(arch, c.units, plan.shared_bytes())
 }
 
-pub(super) const MOST_SPLITS: u32 = 64;
+pub(super) const MAX_SPLITS: u32 = 64;
 
 /// Bytes of scratch: the counters of the tensor-core path, which may share it, then per query and
 /// split one vector with m and l, then its accumulators.
@@ -195,7 +195,7 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
     let mut query = Array::<Vector<f32, NI>>::new(comptime!(rows * own)); // [rows, own]
     let mut acc = Array::<Vector<f32, NI>>::new(comptime!(rows * own));
     let mut position = Array::<i32>::new(rows);
-    let mut most = Array::<f32>::new(rows);
+    let mut row_max = Array::<f32>::new(rows);
     let mut sum = Array::<f32>::new(rows);
     #[unroll]
     for r in 0..rows {
@@ -208,7 +208,7 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
             acc[comptime!(r * own + x)] = Vector::new(0.0f32);
         }
         position[r] = (length + i) as i32 - comptime!(plan.seq_q as i32);
-        most[r] = scores.hidden;
+        row_max[r] = scores.hidden;
         sum[r] = 0.0f32.runtime();
     }
 
@@ -244,7 +244,7 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
         #[unroll]
         for r in 0..rows {
             let mut s = Array::<f32>::new(keys);
-            let mut grown = most[r];
+            let mut grown = row_max[r];
             #[unroll]
             for j in 0..keys {
                 let mut products = Vector::<f32, NI>::new(0.0f32);
@@ -271,8 +271,8 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
             }
             // -inf - -inf is NaN: leave a query without keys so far as it is.
             let shift = select(grown == scores.hidden, 0.0, grown);
-            let factor = ((most[r] - shift) * log2).exp();
-            most[r] = grown;
+            let factor = ((row_max[r] - shift) * log2).exp();
+            row_max[r] = grown;
             sum[r] *= factor;
             #[unroll]
             for x in 0..own {
@@ -302,7 +302,7 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
     for r in 0..rows {
         let line = (group * comptime!(plan.rows) + comptime!(r as u32)) as usize;
         if lane == 0 {
-            tops[line] = most[r];
+            tops[line] = row_max[r];
             parts[line] = sum[r];
         }
         #[unroll]
@@ -384,7 +384,7 @@ fn store<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     lse: &mut [f32],
     sum: Vector<f32, Const<4>>,
-    most: f32,
+    row_max: f32,
     l: f32,
     to: usize,
     id: u32,
@@ -400,7 +400,7 @@ fn store<F: Float, NO: Size>(
     if comptime!(scores.rules.lse) {
         // One of the units that share the row.
         if four == 0 {
-            let log = most * std::f32::consts::LN_2 + l.ln();
+            let log = row_max * std::f32::consts::LN_2 + l.ln();
             lse[id as usize] = select(l == 0.0, scores.hidden, log);
         }
     }

@@ -75,7 +75,7 @@ impl Share {
 #[cube]
 pub(crate) fn leave<NC: Size>(
     acc: &Sequence<Array<Vector<f32, NC>>>,
-    most: &Array<f32>,
+    row_max: &Array<f32>,
     sum: &Array<f32>,
     shared: u32,
     #[comptime] plan: SplitPlan,
@@ -93,7 +93,7 @@ pub(crate) fn leave<NC: Size>(
         let row = comptime!((8 * (r / 2) + r % 2) as u32) + column;
         // One of the eight units that share a query.
         if octet == 0 {
-            store_shared(states + row * 8, most[r], 0u32);
+            store_shared(states + row * 8, row_max[r], 0u32);
             store_shared(states + row * 8, l, 4u32);
         }
         let line = plane * comptime!(plan.rows()) + row;
@@ -148,8 +148,8 @@ pub(crate) fn meet<F: Float, NO: Size>(
         let mut sum = Vector::<f32, Const<4>>::new(0.0f32);
         #[unroll]
         for plane in 0..planes {
-            let most = load_shared(state, comptime!(8 * plane * rows));
-            let factor = weight_of(most, grown);
+            let row_max = load_shared(state, comptime!(8 * plane * rows));
+            let factor = weight_of(row_max, grown);
             l += load_shared(state, comptime!(8 * plane * rows + 4)) * factor;
             let line = row + comptime!(plane * rows);
             let from = sums + line * comptime!(4 * plan.sums_pitch()) + vector * 16;
@@ -182,11 +182,11 @@ pub(crate) fn meet<F: Float, NO: Size>(
     }
 }
 
-/// Factor for a state with maximum `most` when the common maximum is `grown`, `grown >= most`.
+/// Factor for a state with maximum `row_max` when the common maximum is `grown`, `grown >= row_max`.
 #[cube]
-fn weight_of(most: f32, grown: f32) -> f32 {
+fn weight_of(row_max: f32, grown: f32) -> f32 {
     // -inf - -inf is NaN: a state without keys gets factor 0.
-    select(grown == f32::NEG_INFINITY, 0.0, exp2(most - grown))
+    select(grown == f32::NEG_INFINITY, 0.0, exp2(row_max - grown))
 }
 
 /// Position of a query's splits in scratch: after the counters `[queries, splits]` of (m, l), then
@@ -250,7 +250,7 @@ fn merge<F: Float, NO: Size>(
         for x in 0..own {
             sums[x] = Vector::new(0.0f32);
         }
-        let mut most = f32::NEG_INFINITY.runtime();
+        let mut row_max = f32::NEG_INFINITY.runtime();
         let mut l = 0.0f32.runtime();
         let mut first = 0u32.runtime();
         while first < dims.splits {
@@ -268,9 +268,9 @@ fn merge<F: Float, NO: Size>(
             }
             let reached = select(mine < dims.splits, state.extract(0usize), f32::NEG_INFINITY);
             let there = select(mine < dims.splits, state.extract(1usize), 0.0);
-            let grown = max(most, over_parts_max(reached, at_once));
+            let grown = max(row_max, over_parts_max(reached, at_once));
             let weight = weight_of(reached, grown);
-            let factor = weight_of(most, grown);
+            let factor = weight_of(row_max, grown);
             l = l * factor + over_parts_sum(there * weight, at_once);
             #[unroll]
             for x in 0..own {
@@ -286,14 +286,16 @@ fn merge<F: Float, NO: Size>(
                     }
                 }
             }
-            most = grown;
+            row_max = grown;
             first += comptime!(at_once as u32);
         }
         #[unroll]
         for x in 0..own {
             let vector = lane + comptime!(32 * x as u32);
             if vector < vectors {
-                store::<F, NO>(out, lse, sums[x], most, l, row, vector, scores, dims, share, plan);
+                store::<F, NO>(
+                    out, lse, sums[x], row_max, l, row, vector, scores, dims, share, plan,
+                );
             }
         }
         row += comptime!(plan.planes);
@@ -303,13 +305,13 @@ fn merge<F: Float, NO: Size>(
 /// Maximum over `parts` neighbouring units.
 #[cube]
 fn over_parts_max(value: f32, #[comptime] parts: usize) -> f32 {
-    let mut most = max(value, plane_shuffle_xor(value, 1));
-    most = max(most, plane_shuffle_xor(most, 2));
-    most = max(most, plane_shuffle_xor(most, 4));
+    let mut row_max = max(value, plane_shuffle_xor(value, 1));
+    row_max = max(row_max, plane_shuffle_xor(row_max, 2));
+    row_max = max(row_max, plane_shuffle_xor(row_max, 4));
     if comptime!(parts == 16) {
-        most = max(most, plane_shuffle_xor(most, 8));
+        row_max = max(row_max, plane_shuffle_xor(row_max, 8));
     }
-    most
+    row_max
 }
 
 /// Sum over `parts` neighbouring units.
@@ -331,7 +333,7 @@ fn store<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     lse: &mut [f32],
     sum: Vector<f32, Const<4>>,
-    most: f32,
+    row_max: f32,
     l: f32,
     row: u32,
     vector: u32,
@@ -357,7 +359,7 @@ fn store<F: Float, NO: Size>(
             lse[at as usize] = select(
                 l == 0.0,
                 f32::NEG_INFINITY,
-                (most + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
+                (row_max + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
             );
         }
     }

@@ -82,8 +82,8 @@ impl SplitPlan {
         let wanted = problem.shared_rows().div_ceil(COLUMNS);
         // At head_dim 192, two fragments come to 230 by this estimate and spill 16 bytes (sm_89).
         let fits = |fragments: u32| registers_of(problem.head_dim, 16, fragments) <= 224;
-        let most = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
-        COLUMNS * wanted.next_power_of_two().min(most)
+        let max_fragments = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
+        COLUMNS * wanted.next_power_of_two().min(max_fragments)
     }
 
     /// Queries per cube.

@@ -177,11 +177,11 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
     let mut acc = zeros::<NC>(comptime!(steps * fragments)); //      [head_dim / 16, queries / 8]
-    let mut most = Array::<f32>::new(comptime!(2 * fragments)); //   m of queries `column` and + 1
+    let mut row_max = Array::<f32>::new(comptime!(2 * fragments)); //   m of queries `column` and + 1
     let mut sum = Array::<f32>::new(comptime!(2 * fragments)); //    this unit's part of l
     #[unroll]
     for r in 0..comptime!(2 * fragments) {
-        most[r] = f32::NEG_INFINITY.runtime();
+        row_max[r] = f32::NEG_INFINITY.runtime();
         sum[r] = 0.0f32.runtime();
     }
 
@@ -249,7 +249,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         #[unroll]
         for r in 0..comptime!(2 * fragments) {
             tops[r] = top::<NC>(&s, r, plan) * scores.unit();
-            grows = grows || tops[r] > most[r] + HEADROOM;
+            grows = grows || tops[r] > row_max[r] + HEADROOM;
         }
         if plane_any(grows) {
             #[unroll]
@@ -261,10 +261,10 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
                     let mut reached = max(tops[r], plane_shuffle_xor(tops[r], 4));
                     reached = max(reached, plane_shuffle_xor(reached, 8));
                     reached = max(reached, plane_shuffle_xor(reached, 16));
-                    let grown = max(most[r], reached);
+                    let grown = max(row_max[r], reached);
                     // -inf - -inf is NaN: leave a query without keys so far as it is.
-                    let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
-                    most[r] = grown;
+                    let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(row_max[r] - grown));
+                    row_max[r] = grown;
                     sum[r] *= factor;
                     factors.insert(e, factor);
                 }
@@ -303,7 +303,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
                     #[unroll]
                     for e in 0..2usize {
                         let r = comptime!(2 * f + e);
-                        let shift = select(most[r] == f32::NEG_INFINITY, 0.0, -most[r]);
+                        let shift = select(row_max[r] == f32::NEG_INFINITY, 0.0, -row_max[r]);
                         let weight = exp2(fma(pair.extract(e), scores.unit(), shift));
                         sum[r] += weight;
                         let weight =
@@ -345,6 +345,6 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // Wait for copies into the rest of the ring before its memory is reused.
     wait_copies(0u32);
     sync_cube();
-    leave::<NC>(&acc, &most, &sum, shared, plan);
+    leave::<NC>(&acc, &row_max, &sum, shared, plan);
     meet::<F, NO>(out, lse, partials, scores, dims, &share, shared, plan);
 }

@@ -311,9 +311,9 @@ fn quantize_blocks<F: Float, NI: Size>(
     let mut first = CUBE_POS_X * per_cube;
     while first < blocks {
         let block = first + group;
-        let mut most = 0.0f32.runtime();
+        let mut block_absmax = 0.0f32.runtime();
         if comptime!(plan.vectors) {
-            most = largest(values, flag, block, words);
+            block_absmax = largest(values, flag, block, words);
         } else {
             for i in 0..comptime!(words / lanes) {
                 let word = block * words + lane + i * lanes;
@@ -322,7 +322,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     #[unroll]
                     for e in 0..8usize {
                         let size = f32::abs(eight[e]);
-                        most = select(size > most, size, most);
+                        block_absmax = select(size > block_absmax, size, block_absmax);
                         // The comparison fails for infinity and NaN.
                         let finite = size <= f32::MAX;
                         if !finite {
@@ -333,17 +333,17 @@ fn quantize_blocks<F: Float, NI: Size>(
             }
         }
         if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
+            shared[UNIT_POS as usize] = block_absmax;
             sync_cube();
             for l in 0..lanes {
                 let other = shared[(group * lanes + l) as usize];
-                most = select(other > most, other, most);
+                block_absmax = select(other > block_absmax, other, block_absmax);
             }
             sync_cube();
         }
-        let inverse = select(most > 0.0, 1.0 / most, 0.0f32.runtime());
+        let inverse = select(block_absmax > 0.0, 1.0 / block_absmax, 0.0f32.runtime());
         if lane == 0 && block < blocks {
-            absmax[block as usize] = most;
+            absmax[block as usize] = block_absmax;
         }
         for i in 0..comptime!(words / lanes) {
             let word = block * words + lane + i * lanes;
@@ -400,13 +400,13 @@ fn largest<F: Float, NI: Size>(
     block: u32,
     #[comptime] words: u32,
 ) -> f32 {
-    let mut most = Vector::<f32, NI>::new(0.0f32);
+    let mut block_absmax = Vector::<f32, NI>::new(0.0f32);
     let mut odd = Vector::<u32, NI>::new(0u32);
     for i in 0..words {
         let word = (block * words + i) as usize;
         if word < values.len() {
             let size = Vector::<f32, NI>::cast_from(values[word]).abs();
-            most = select_many(size.greater_than(&most), size, most);
+            block_absmax = select_many(size.greater_than(&block_absmax), size, block_absmax);
             // The comparison fails for infinity and NaN.
             let finite = size.less_equal(&Vector::new(f32::MAX));
             odd = select_many(finite, odd, Vector::new(1u32));
@@ -416,7 +416,7 @@ fn largest<F: Float, NI: Size>(
     let mut any = 0u32.runtime();
     #[unroll]
     for e in 0..8usize {
-        one = max(one, most.extract(e));
+        one = max(one, block_absmax.extract(e));
         any |= odd.extract(e);
     }
     if any != 0 {

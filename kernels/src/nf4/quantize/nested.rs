@@ -74,7 +74,7 @@ fn nest_absmax(
     let groups = (scales.len() / 2) as u32;
     let mut group = u32::cast_from(CUBE_POS_X);
     while group < groups {
-        let mut most = 0.0f32.runtime();
+        let mut group_absmax = 0.0f32.runtime();
         let mut word = group * words + UNIT_POS;
         while word < (group + 1) * words {
             #[unroll]
@@ -82,23 +82,23 @@ fn nest_absmax(
                 let at = (word * 4 + e) as usize;
                 if at < absmax.len() {
                     let size = f32::abs(absmax[at] - offset);
-                    most = select(size > most, size, most);
+                    group_absmax = select(size > group_absmax, size, group_absmax);
                 }
             }
             word += lanes;
         }
         if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
+            shared[UNIT_POS as usize] = group_absmax;
             sync_cube();
             for l in 0..lanes {
                 let other = shared[l as usize];
-                most = select(other > most, other, most);
+                group_absmax = select(other > group_absmax, other, group_absmax);
             }
             sync_cube();
         }
-        let inverse = 1.0 / most;
+        let inverse = 1.0 / group_absmax;
         if UNIT_POS == 0 {
-            scales[(2 * group) as usize] = most;
+            scales[(2 * group) as usize] = group_absmax;
             scales[(2 * group + 1) as usize] = offset;
         }
         let mut word = group * words + UNIT_POS;
@@ -107,7 +107,7 @@ fn nest_absmax(
             #[unroll]
             for e in 0..4u32 {
                 let at = (word * 4 + e) as usize;
-                if at < absmax.len() && most > 0.0 {
+                if at < absmax.len() && group_absmax > 0.0 {
                     let code = encode_nested((absmax[at] - offset) * inverse, book);
                     made |= code << comptime!(8 * e);
                 }
