@@ -62,7 +62,7 @@ enum Format {
 struct Sizes(Vec<usize>);
 
 /// Maximum number of sizes in one option.
-const MOST: usize = 1000;
+const MAX_SIZES: usize = 1000;
 
 /// Parses a comma-separated list of sizes and ranges: `512`, `64-512*2`, `128-512+128`.
 fn sizes(text: &str) -> Result<Sizes, String> {
@@ -90,9 +90,9 @@ fn sizes(text: &str) -> Result<Sizes, String> {
             return Err(bad(part));
         }
         while size <= last {
-            if all.len() == MOST {
+            if all.len() == MAX_SIZES {
                 return Err(format!(
-                    "expected at most {MOST} sizes, got more at `{part}`\nhint: use larger steps"
+                    "expected at most {MAX_SIZES} sizes, got more at `{part}`\nhint: use larger steps"
                 ));
             }
             all.push(size);

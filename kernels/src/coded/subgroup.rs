@@ -403,7 +403,7 @@ pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<SubgroupCo
     let tile_m = p.m.min(64).next_multiple_of(16);
     let steps = u64::from(p.k / STEP);
     let mut found = Vec::new();
-    if !(FEWEST..=MOST).contains(&p.m) {
+    if !(MIN_ROWS..=MAX_ROWS).contains(&p.m) {
         return found;
     }
     for (planes, columns) in [(4, 16), (8, 16), (4, 32), (8, 32), (2, 32)] {
@@ -422,8 +422,8 @@ pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<SubgroupCo
 }
 
 /// Minimum and maximum rows of x for this path.
-const FEWEST: u32 = 3;
-const MOST: u32 = 256;
+const MIN_ROWS: u32 = 3;
+const MAX_ROWS: u32 = 256;
 
 /// Parameters of a matmul that this path depends on.
 #[derive(Debug, Clone, Copy)]

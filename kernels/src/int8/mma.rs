@@ -175,7 +175,7 @@ pub(super) fn check_bytes(
     if p.weight.k % CHUNK != 0 {
         return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
     }
-    if p.weight.k > MOST_DEPTH {
+    if p.weight.k > MAX_K {
         return Err(shape("k", p.weight.k, "sums of more products do not fit 31 bits"));
     }
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
@@ -184,7 +184,7 @@ pub(super) fn check_bytes(
 /// Bytes of one asynchronous copy.
 const CHUNK: u32 = 16;
 /// Maximum k for which the sum of products of codes stays below 2^31.
-const MOST_DEPTH: u32 = (1 << 31) / (127 * 127);
+const MAX_K: u32 = (1 << 31) / (127 * 127);
 
 /// Returns the plan of a matmul in which the right operand, or both, count two bytes as an element.
 fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> MmaPlan {

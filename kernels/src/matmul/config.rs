@@ -6,7 +6,7 @@ use tune::Infeasible;
 
 use super::cpu_gemv::CpuGemvConfig;
 use super::fma::FmaConfig;
-use super::gemv::{GemvConfig, MOST_NORMED_ROWS};
+use super::gemv::{GemvConfig, MAX_NORMED_ROWS};
 use super::kernel::Loop;
 use super::mma::MmaConfig;
 use super::packed::PackedConfig;
@@ -161,7 +161,7 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 
 
 /// Returns true if a path normalises the rows that it multiplies and the saved launch pays for it.
 pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
-    let few = problem.norm.is_some() && problem.m <= MOST_NORMED_ROWS;
+    let few = problem.norm.is_some() && problem.m <= MAX_NORMED_ROWS;
     few && of(arch, problem, MatmulConfig::Gemv).any(|c| check(arch, problem, &c).is_ok())
 }
 

@@ -78,7 +78,7 @@ pub use workgroup::WorkgroupConfig;
 pub(crate) use config::spread;
 pub(crate) use dims::{Dims, block_of};
 pub(crate) use epilogue::{Columns, Finish, FinishLaunch};
-pub(crate) use gemv::MOST_NORMED_ROWS;
+pub(crate) use gemv::MAX_NORMED_ROWS;
 pub(crate) use norm_weight::{NormWeight, NormWeightLaunch, weight_pair};
 pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
 

@@ -14,7 +14,7 @@ use super::beside::Beside;
 use crate::Error;
 
 /// Largest number of f32 rows that is as fast as tf32, because reading the weight dominates.
-const MOST_EXACT_ROWS: usize = 8;
+const MAX_EXACT_ROWS: usize = 8;
 
 /// A weight `[n, k]`.
 #[derive(Debug, Clone)]
@@ -210,7 +210,7 @@ impl Projection {
         epilogue: Epilogue<2>,
     ) -> Result<Tensor<2>, OpError> {
         let dense = matches!(matrix, Matrix::Dense(_));
-        let tf32 = self.tf32 && dense && x.dims()[0] > MOST_EXACT_ROWS;
+        let tf32 = self.tf32 && dense && x.dims()[0] > MAX_EXACT_ROWS;
         matrix.of(ctx, x, Epilogue { tf32, ..epilogue })
     }
 

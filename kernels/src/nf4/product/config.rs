@@ -12,7 +12,7 @@ use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
 use crate::coded::{self, CodedProblem, SubgroupConfig};
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::{MOST_NORMED_ROWS, Matmul, MatmulConfig};
+use crate::matmul::{MAX_NORMED_ROWS, Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
 use crate::nf4::{CodesPlan, Order, Weight};
 use crate::rows::NormKind;
@@ -117,7 +117,7 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
 
 /// Returns whether a path applies the norm to the rows that it multiplies, and this is cheaper than a launch.
 pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
-    let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MOST_NORMED_ROWS };
+    let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MAX_NORMED_ROWS };
     p.norm.is_some() && p.m <= most && !candidates(arch, p).is_empty()
 }
 
