@@ -68,8 +68,8 @@ fn copy_kernel(
 pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
     // Devices with a buffer limit bind at most 128 MiB.
-    let most = if device.profile().max_buffer_bytes.is_some() { 64 << 20 } else { 1 << 30 };
-    let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
+    let max = if device.profile().max_buffer_bytes.is_some() { 64 << 20 } else { 1 << 30 };
+    let bytes = (8 * cache).clamp(64 << 20, max) / 4096 * 4096;
     // A dedicated allocation returns to the driver afterwards, and the pages of a pool do not distort the
     // timing.
     let [from, to] = device.client().memory_dedicated_allocation((), |()| {

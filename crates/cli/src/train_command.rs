@@ -144,12 +144,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if output.canonicalize().is_ok_and(|output| own.into_iter().any(|own| own == output)) {
         bail!("{} is the model's own folder\nhint: --output names another", output.display());
     }
-    let most = folder.config().context().unwrap_or(usize::MAX);
-    let context = args.context.map_or(USUAL_TO_TRAIN.min(most), |context| context as usize);
-    if context > most {
+    let max_context = folder.config().context().unwrap_or(usize::MAX);
+    let context = args.context.map_or(USUAL_TO_TRAIN.min(max_context), |context| context as usize);
+    if context > max_context {
         bail!(
-            "expected a context of at most {most}, which the model has, got {context}\n\
-             hint: -c {most}, or --max-context {context} for a longer one"
+            "expected a context of at most {max_context}, which the model has, got {context}\n\
+             hint: -c {max_context}, or --max-context {context} for a longer one"
         );
     }
     let accumulate = args.accumulate as usize;

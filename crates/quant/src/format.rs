@@ -288,8 +288,8 @@ mod tests {
             let FormatInfo { bits, codebook, .. } = format.info();
             assert_eq!(codebook.is_some(), *bits == 4, "{format}");
             if let Some(book) = codebook {
-                let most = book.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-                assert_eq!(most, 1.0, "{format}");
+                let max = book.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+                assert_eq!(max, 1.0, "{format}");
             }
         }
     }

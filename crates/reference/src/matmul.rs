@@ -409,8 +409,8 @@ impl Matmul {
         let affordable = (budget / self.k.max(1)).max(256);
         while cost(counts) > affordable && counts != [1; 3] {
             // Halving the longest axis keeps the samples evenly spread.
-            let most = (0..3).max_by_key(|&axis| counts[axis]).unwrap_or(0);
-            counts[most] = counts[most].div_ceil(2);
+            let max = (0..3).max_by_key(|&axis| counts[axis]).unwrap_or(0);
+            counts[max] = counts[max].div_ceil(2);
         }
         let mut rng = stream(seed);
         Sample {

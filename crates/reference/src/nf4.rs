@@ -347,7 +347,7 @@ pub(crate) fn finite(values: &[f32]) -> Result<(), Error> {
 }
 
 pub(crate) fn largest(values: &[f32]) -> f32 {
-    values.iter().fold(0.0, |most, v| most.max(normal(*v).abs()))
+    values.iter().fold(0.0, |max, v| max.max(normal(*v).abs()))
 }
 
 /// Flushes a subnormal to zero.

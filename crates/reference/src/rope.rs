@@ -273,11 +273,11 @@ impl Rope {
 /// Divides a head by its scale, and returns the scale.
 fn in_units(head: &mut [f64]) -> f64 {
     let not_a_number = head.iter().any(|v| v.is_nan());
-    let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
-    let scale = match most {
+    let max = head.iter().fold(0.0f64, |max, v| max.max(v.abs()));
+    let scale = match max {
         _ if not_a_number => f64::NAN,
-        most if most < SMALLEST => 0.0,
-        most => most / 127.0,
+        max if max < SMALLEST => 0.0,
+        max => max / 127.0,
     };
     let unit = |v: f64| match scale {
         0.0 => 0.0,
@@ -385,10 +385,10 @@ mod tests {
         for (at, head) in got.k.chunks(6).enumerate() {
             let (scale, whole) = (scales[0][at], &float.k[at * 6..][..6]);
             let written = [1, 2, 5, 6].contains(&at);
-            let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
+            let max = head.iter().fold(0.0f64, |max, v| max.max(v.abs()));
             match at {
                 2 => assert!(scale == 0.0 && head == [0.0; 6], "{head:?}"),
-                _ if written => assert!((most - 127.0).abs() < 1e-9, "{head:?}"),
+                _ if written => assert!((max - 127.0).abs() < 1e-9, "{head:?}"),
                 _ => assert!(scale == 0.5 && head == [7.0; 6], "{head:?}"),
             }
             let near = |(v, w): (&f64, &f64)| !written || (v * scale - w).abs() < 1e-9;

@@ -207,9 +207,9 @@ impl KernelSuite for AttentionBackward {
             let p = AttentionProblem::dense(4, [16, 4], [seq; 2], head_dim, DType::Bf16);
             AttentionProblem { lse: true, ..p.expect("valid sizes") }
         };
-        let case = |forward, most| {
+        let case = |forward, max_candidates| {
             let problem = BackwardProblem::of(forward).expect("it stores its log-sum-exp");
-            InstanceCase { problem, most, clean: 1 }
+            InstanceCase { problem, max_candidates, clean: 1 }
         };
         let mut cases = vec![case(dense(4096, 128), usize::MAX)];
         for head_dim in HEAD_DIMS {

@@ -93,8 +93,8 @@ impl Path for GemvConfig {
     /// Returns configs with the problem's rows, whose accumulators fit in registers.
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
         let has_mma = mma_inst(arch, problem.precision).is_some();
-        let most = if has_mma { MAX_ROWS_WITH_MMA } else { MAX_ROWS };
-        if arch.cores().is_some() || problem.m > most {
+        let max = if has_mma { MAX_ROWS_WITH_MMA } else { MAX_ROWS };
+        if arch.cores().is_some() || problem.m > max {
             return Vec::new();
         }
         let rows = problem.m.next_power_of_two();

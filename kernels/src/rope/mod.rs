@@ -114,9 +114,9 @@ impl Kernel for Rope {
             return configs;
         }
         // One pair of vectors, or one vector that is not rotated, per unit.
-        let most = plan(arch, p, &RopeConfig { units: 32, lanes: 1 }).items();
-        let most = most.next_power_of_two().min(32);
-        for (units, lanes) in [(128, most), (64, most), (256, most)] {
+        let max = plan(arch, p, &RopeConfig { units: 32, lanes: 1 }).items();
+        let max = max.next_power_of_two().min(32);
+        for (units, lanes) in [(128, max), (64, max), (256, max)] {
             let config = RopeConfig { units, lanes };
             if !configs.contains(&config) && Self::check(arch, p, &config).is_ok() {
                 configs.push(config);
@@ -415,8 +415,8 @@ mod tests {
         let cache = KvLayout { layout, ..good.cache };
         let wraps = refused(RopeProblem { cache, ..good });
         assert_eq!(wraps, InvalidRope::TooLarge(u64::from(u32::MAX) + 1));
-        let pages = |blocks, size, most| {
-            let cache = KvLayout::paged(2, [blocks, size], most, 8, DType::F16);
+        let pages = |blocks, size, max| {
+            let cache = KvLayout::paged(2, [blocks, size], max, 8, DType::F16);
             RopeProblem { cache, ..good }.checked()
         };
         assert!(pages(1, 16, 1).is_ok());

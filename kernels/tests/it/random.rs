@@ -45,9 +45,9 @@ fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
 }
 
 /// Returns any size, or a multiple of 8 or 64.
-fn size(most: u32) -> impl Strategy<Value = u32> {
-    let whole = |by: u32| (1..=most / by).prop_map(move |times| by * times);
-    prop_oneof![1..=most, whole(8), whole(64)]
+fn size(max: u32) -> impl Strategy<Value = u32> {
+    let whole = |by: u32| (1..=max / by).prop_map(move |times| by * times);
+    prop_oneof![1..=max, whole(8), whole(64)]
 }
 
 /// 4-bit weights of every block size, in tiles if whole tiles divide them.
@@ -124,9 +124,9 @@ fn own_axes() -> impl Strategy<Value = Option<[bool; 3]>> {
 }
 
 /// Sequences of different lengths; the first is not empty.
-fn lengths(most: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
-    let others = vec((0..=most[0], 0..=most[1]), 0..=3);
-    ((1..=most[0], 1..=most[1]), others).prop_map(|(first, mut others)| {
+fn lengths(max: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
+    let others = vec((0..=max[0], 0..=max[1]), 0..=3);
+    ((1..=max[0], 1..=max[1]), others).prop_map(|(first, mut others)| {
         others.insert(0, first);
         others
     })

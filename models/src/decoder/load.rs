@@ -66,7 +66,7 @@ pub fn on_device(
     options: &LoadOptions,
 ) -> Result<OnDevice, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let (mut most, mut bytes, mut lora_columns) = (None, 0u128, 0);
+    let (mut max, mut bytes, mut lora_columns) = (None, 0u128, 0);
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
@@ -79,7 +79,7 @@ pub fn on_device(
         let (tf32, kv) = (options.tf32, options.kv);
         let precision = ModelPrecision { dtype, tf32, matrices, kv, lora_columns: 0 };
         bytes += precision.matrix_bytes(&stored.shape);
-        most = most.max(matrices);
+        max = max.max(matrices);
         if param.side == Side::Weight
             && matrices.is_some()
             && let Some(adapter) = adapter
@@ -91,7 +91,7 @@ pub fn on_device(
             bytes += ((a + n * columns) * burn::tensor::DType::from(dtype).size()) as u128;
         }
     }
-    Ok(OnDevice { matrices: most, bytes, lora_columns })
+    Ok(OnDevice { matrices: max, bytes, lora_columns })
 }
 
 /// Progress of loading.

@@ -221,7 +221,7 @@ impl Decoder {
         if count == 0 || batch.iter().any(|own| own.tokens.is_empty()) {
             return Err(Error::Lesson);
         }
-        if let Some(max_seq) = self.config.context().filter(|most| seq > *most) {
+        if let Some(max_seq) = self.config.context().filter(|max| seq > *max) {
             return Err(Error::Context { need: seq, max_seq });
         }
         batch.iter().try_for_each(|own| self.config.check_tokens(&own.tokens))?;
@@ -455,9 +455,9 @@ impl Decoder {
             let logits = self.logits(x.clone())?;
             let next = lesson.next.clone().slice_dim(0, from..to).reshape([to - from, 1]);
             let plain = logits.clone().inner();
-            let most = plain.clone().max_dim(1);
-            let token = plain.clone().gather(1, next.clone()) - most.clone();
-            let shares = (plain - most).exp();
+            let row_max = plain.clone().max_dim(1);
+            let token = plain.clone().gather(1, next.clone()) - row_max.clone();
+            let shares = (plain - row_max).exp();
             let sums = shares.clone().sum_dim(1);
             let own = (sums.clone().log() - token).sum();
             loss = Some(loss.map_or(own.clone(), |loss: Tensor<1>| loss + own));

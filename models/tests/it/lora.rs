@@ -79,9 +79,9 @@ fn loss_of(decoder: &Decoder, batch: &[Example]) -> f64 {
         let logits = each(decoder, &mut cache, tokens);
         for at in (*from).max(1)..tokens.len() {
             let row = &logits[(at - 1) * vocab..at * vocab];
-            let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let all: f64 = row.iter().map(|logit| f64::from(logit - most).exp()).sum();
-            sum += all.ln() - f64::from(row[tokens[at] as usize] - most);
+            let row_max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let all: f64 = row.iter().map(|logit| f64::from(logit - row_max).exp()).sum();
+            sum += all.ln() - f64::from(row[tokens[at] as usize] - row_max);
         }
     }
     sum
@@ -120,9 +120,9 @@ fn losses_past_the_files_count_are_those_of_the_reference() {
         let logits = reference.forward(tokens).expect("whole");
         let rows = logits.chunks(vocab).zip(&tokens[1..]).skip(example.from - 1);
         let want = rows.map(|(row, next)| {
-            let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let all: f64 = row.iter().map(|logit| (logit - most).exp()).sum();
-            all.ln() - (row[*next as usize] - most)
+            let row_max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let all: f64 = row.iter().map(|logit| (logit - row_max).exp()).sum();
+            all.ln() - (row[*next as usize] - row_max)
         });
         let want: f64 = want.sum();
         let options = LoadOptions { dtype: Some(FloatDType::F32), ..LoadOptions::default() };
@@ -547,6 +547,6 @@ fn a_batch_that_teaches_nothing_is_refused() {
     for (rank, alpha) in [(0, 8.0), ((1 << 16) + 1, 8.0), (4, f64::NAN)] {
         let options = LoraOptions { rank, alpha, ..LoraOptions::default() };
         let refused = Adapter::new(decoder.config(), options, 0).expect_err("no adapter");
-        assert!(matches!(refused, Error::Rank { most: 65_536, .. }), "{refused}");
+        assert!(matches!(refused, Error::Rank { max: 65_536, .. }), "{refused}");
     }
 }

@@ -162,20 +162,20 @@ fn log_softmax(logits: &[f32]) -> Vec<f64> {
 
 /// Returns ln(sum(exp(logits))).
 fn log_sum(logits: &[f32]) -> f64 {
-    let most = logits.iter().copied().map(f64::from).fold(f64::NEG_INFINITY, f64::max);
-    most + logits.iter().map(|logit| (f64::from(*logit) - most).exp()).sum::<f64>().ln()
+    let max = logits.iter().copied().map(f64::from).fold(f64::NEG_INFINITY, f64::max);
+    max + logits.iter().map(|logit| (f64::from(*logit) - max).exp()).sum::<f64>().ln()
 }
 
 /// Returns max|a - b| / max|a|.
 fn difference(a: &[f32], b: &[f32]) -> f64 {
     let apart = largest(a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs()));
-    let most = largest(a.iter().map(|a| f64::from(*a).abs()));
-    if apart == 0.0 { 0.0 } else { apart / most }
+    let max = largest(a.iter().map(|a| f64::from(*a).abs()));
+    if apart == 0.0 { 0.0 } else { apart / max }
 }
 
 /// Returns the largest of non-negative values; NaN if one is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
-    let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
+    let larger = |max: f64, value: f64| if value <= max || max.is_nan() { max } else { value };
     values.into_iter().fold(0.0, larger)
 }
 

@@ -388,11 +388,11 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     let place = Place::new();
     dense("llama_nf4", &place.path("model"), |_| {});
     let asked = Cell::new(0);
-    let until = |most: usize, output: &str| {
+    let until = |max: usize, output: &str| {
         asked.set(0);
         let stop = || {
             asked.set(asked.get() + 1);
-            asked.get() > most
+            asked.get() > max
         };
         let (model, output) = (place.path("model"), place.path(output));
         let options = options(WeightFormat::Nf4, 64, true);
@@ -401,10 +401,10 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     until(usize::MAX, "whole").expect("it is not stopped");
     let all = asked.get();
     // Stop before the first tensor, between tensors, and just before the final rename.
-    for most in [0, 1, all / 2, all - 1] {
-        let stopped = until(most, "out").expect_err("stopped");
+    for max in [0, 1, all / 2, all - 1] {
+        let stopped = until(max, "out").expect_err("stopped");
         assert!(matches!(stopped, QuantizeError::Stopped), "{stopped}");
-        assert_eq!(asked.get(), most + 1, "it ends there");
+        assert_eq!(asked.get(), max + 1, "it ends there");
         assert_eq!(place.names(), ["model", "whole"]);
     }
 }

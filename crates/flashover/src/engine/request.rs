@@ -37,7 +37,7 @@ impl Request {
     /// too. `room` is the context length.
     pub(super) fn end(&self, given: usize, seen: usize, room: usize) -> Option<FinishReason> {
         match self.max_new_tokens {
-            Some(most) if given >= most => Some(FinishReason::Length),
+            Some(max) if given >= max => Some(FinishReason::Length),
             // The last token is returned although nothing can follow it.
             _ => (seen > room).then_some(FinishReason::Context),
         }

@@ -167,8 +167,8 @@ impl Trainer {
         let accumulates = |own: &Workload| own.training.as_ref().is_some_and(|t| t.accumulates);
         let reserved = self.reserved.as_ref();
         let all = || reserved.into_iter().chain([&need]);
-        let most = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
-        let need = self.trained(most(|w| w.batch), most(|w| w.context), all().any(accumulates));
+        let max = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
+        let need = self.trained(max(|w| w.batch), max(|w| w.context), all().any(accumulates));
         if reserved == Some(&need) {
             return Ok(());
         }

@@ -178,7 +178,7 @@ fn weights_are_joined_and_gate_one_another() {
         let out = product(3, n, k).run(&moved, &gates, theirs).expect("sizes");
         out.into_iter().sum::<f64>()
     };
-    let largest = gradient.iter().fold(0.0, |most: f32, v| most.max(v.abs()));
+    let largest = gradient.iter().fold(0.0, |max: f32, v| max.max(v.abs()));
     for at in (0..xs.len()).step_by(19) {
         let slope = (sum(at, 0.01) - sum(at, -0.01)) / 0.02;
         let off = (slope - f64::from(gradient[at])).abs();

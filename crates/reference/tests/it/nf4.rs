@@ -196,7 +196,7 @@ proptest! {
             values.chunks(block_size).zip(back.chunks(block_size)).enumerate()
         {
             let absmax = blocks.absmax[b];
-            prop_assert_eq!(absmax, values.iter().fold(0.0, |most: f32, v| most.max(v.abs())));
+            prop_assert_eq!(absmax, values.iter().fold(0.0, |max: f32, v| max.max(v.abs())));
             for (v, back) in values.iter().zip(back) {
                 let (error, least) = ((v - back).abs() / absmax, nearest(&book, v / absmax));
                 prop_assert!(error <= least + 1e-6, "{} {} {}", v, back, absmax);

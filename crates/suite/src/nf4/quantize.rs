@@ -155,7 +155,7 @@ impl KernelSuite for Nf4Quantize {
         let case = |book, block_size| {
             let weight = weight(4096, 4096, block_size, false, Order::Rows);
             let problem = QuantizeProblem { weight, dtype: DType::Bf16, book };
-            InstanceCase { problem, most: 2, clean: 2 }
+            InstanceCase { problem, max_candidates: 2, clean: 2 }
         };
         vec![case(CodeBook::Nf4, 64), case(CodeBook::Nf4, 4096), case(CodeBook::Fp4, 64)]
     }

@@ -117,8 +117,8 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
 
 /// Returns whether a path applies the norm to the rows that it multiplies, and this is cheaper than a launch.
 pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
-    let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MAX_NORMED_ROWS };
-    p.norm.is_some() && p.m <= most && !candidates(arch, p).is_empty()
+    let max = if on_tensor_cores(arch, p).is_ok() { 16 } else { MAX_NORMED_ROWS };
+    p.norm.is_some() && p.m <= max && !candidates(arch, p).is_empty()
 }
 
 pub(super) fn check(
