@@ -43,7 +43,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
 use self::head::{DimsLaunch, StepsLaunch};
-use self::rotate::turn_heads;
+use self::rotate::rotate_heads;
 use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
 use crate::elem::{elem, rounding};
 use crate::fits::stores;
@@ -133,13 +133,13 @@ impl Kernel for Rope {
     fn cost(p: &RopeProblem) -> Cost {
         let tokens = u64::from(p.tokens());
         let [all, ..] = p.extents();
-        let turned = tokens * u64::from(p.heads + p.kv_heads) * u64::from(p.dim);
+        let rotated = tokens * u64::from(p.heads + p.kv_heads) * u64::from(p.dim);
         let cells = 2 * tokens * u64::from(p.kv_heads) * u64::from(p.head_dim);
         let scales = if p.cache.quantized() { 8 * tokens * u64::from(p.kv_heads) } else { 0 };
         let size = p.dtype.size() as u64;
         let written = (all as u64 - cells) * size + cells * p.cache.dtype.size() as u64 + scales;
         let bytes = all as u64 * size + written + 4 * tokens * u64::from(p.dim);
-        Cost { flops: 3 * turned, bytes }
+        Cost { flops: 3 * rotated, bytes }
     }
 
     fn simplest(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
@@ -219,7 +219,7 @@ impl Kernel for Rope {
         let [.., scales_len] = p.extents();
         let [all, queries, k, v, _] = p.extents().map(|len| len / vector);
         // Absent operands are bound to another buffer, which the kernel does not read.
-        let (table, turns) = match &operands.table {
+        let (table, table_len) = match &operands.table {
             Some(table) => (table, p.table_len() / vector),
             None => (&operands.qkv, 1),
         };
@@ -248,7 +248,7 @@ impl Kernel for Rope {
         unsafe {
             launch!(
                 queue,
-                turn_heads,
+                rotate_heads,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -256,7 +256,7 @@ impl Kernel for Rope {
                 BufferArg::from_raw_parts(operands.qkv.clone(), all),
                 BufferArg::from_raw_parts(operands.start.clone(), p.batch as usize),
                 BufferArg::from_raw_parts(pages.clone(), p.pages_len().max(1)),
-                BufferArg::from_raw_parts(table.clone(), turns),
+                BufferArg::from_raw_parts(table.clone(), table_len),
                 BufferArg::from_raw_parts(q_weight.clone(), head),
                 BufferArg::from_raw_parts(k_weight.clone(), head),
                 BufferArg::from_raw_parts(operands.q.clone(), queries),

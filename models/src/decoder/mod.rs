@@ -275,7 +275,7 @@ impl Decoder {
         seq: usize,
     ) -> Result<Option<Vec<u32>>, Error> {
         let longest = cache.longest() + seq;
-        if cache.turns_for(&self.config, longest, &self.device) {
+        if cache.ensure_rotated_for(&self.config, longest, &self.device) {
             return Ok(None);
         }
         if cache.batch() > 1 {
@@ -283,7 +283,7 @@ impl Decoder {
         }
         let whole = [cache.tokens(0), tokens[0]].concat();
         cache.clear();
-        cache.turn_for(&self.config, longest, &self.device);
+        cache.build_rope_tables(&self.config, longest, &self.device);
         Ok(Some(whole))
     }
 

@@ -336,7 +336,7 @@ impl Decoder {
         let part = |first: usize, own: usize| {
             qkv.clone().slice_dim(1, first * head_dim..(first + own) * head_dim)
         };
-        let turn = |first: usize, own: usize, norm: usize| {
+        let rotate = |first: usize, own: usize, norm: usize| {
             let mut part = part(first, own);
             if let Some(norms) = &layer.qk_norm {
                 part =
@@ -344,11 +344,11 @@ impl Decoder {
             }
             let part = part.reshape([batch, seq, own, head_dim]);
             Ok::<_, Error>(match rules.rope {
-                Some(rope) => turned(part, &lesson.tables[rope]),
+                Some(rope) => rotated(part, &lesson.tables[rope]),
                 None => part,
             })
         };
-        let (q, k) = (turn(0, heads, 0)?, turn(heads, kv_heads, 1)?);
+        let (q, k) = (rotate(0, heads, 0)?, rotate(heads, kv_heads, 1)?);
         let v = part(heads + kv_heads, kv_heads).reshape([batch, seq, kv_heads, head_dim]);
         let options = AttentionOptions {
             scale: Some(rules.scale as f32),
@@ -480,7 +480,7 @@ impl Decoder {
 
 /// Rotates x `[batch, seq, heads, head_dim]` by its positions, like [`ops::rope`], with ordinary
 /// differentiable ops.
-fn turned(x: Tensor<4>, table: &Tensor<2>) -> Tensor<4> {
+fn rotated(x: Tensor<4>, table: &Tensor<2>) -> Tensor<4> {
     let ([.., head_dim], [seq, dim]) = (x.dims(), table.dims());
     let (dtype, half) = (x.dtype(), dim / 2);
     let table = table.clone().reshape([1, seq, 1, dim]);
