@@ -125,8 +125,9 @@ impl Rotary {
             }
             Stretch::Yarn { factor, fast, slow, trained, whole } => {
                 // Fractional index of the pair with this number of rotations over the trained length.
-                let at = |turns: f64| {
-                    self.dims as f64 * (trained / (turns * 2.0 * PI)).ln() / (2.0 * self.base.ln())
+                let at = |rotations: f64| {
+                    self.dims as f64 * (trained / (rotations * 2.0 * PI)).ln()
+                        / (2.0 * self.base.ln())
                 };
                 let (mut first, mut last) = (at(*fast), at(*slow));
                 if *whole {

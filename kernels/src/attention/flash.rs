@@ -142,7 +142,7 @@ impl FlashPlan {
         Region {
             queries: self.config.rows,
             keys: self.config.tile_kv,
-            turned: false,
+            transposed: false,
             exact: self.exact,
         }
     }

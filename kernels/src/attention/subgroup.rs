@@ -130,7 +130,7 @@ impl SubgroupPlan {
     /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
         let SubgroupConfig { rows, tile_kv, .. } = self.config;
-        Region { queries: rows, keys: tile_kv, turned: false, exact: self.exact }
+        Region { queries: rows, keys: tile_kv, transposed: false, exact: self.exact }
     }
 }
 

@@ -195,18 +195,18 @@ fn load_step<F: Float>(
     #[comptime] set: usize,
     #[comptime] p: Products,
 ) {
-    let (turn, add) = comptime!(along(step));
+    let (xor, add) = comptime!(along(step));
     #[unroll]
     for i in 0..p.frags {
         let into = a.index_mut(comptime!(set * p.frags + i));
         let far = comptime!(16 * i as u32 * p.own.row_bytes() + add);
-        load_fragments::<F>(own ^ turn, into, far, p.own, false);
+        load_fragments::<F>(own ^ xor, into, far, p.own, false);
     }
     #[unroll]
     for j in 0..p.pairs {
         let into = b.index_mut(comptime!(set * p.pairs + j));
         let far = comptime!(16 * j as u32 * p.other.row_bytes() + add);
-        load_fragments::<F>(other ^ turn, into, far, p.other, false);
+        load_fragments::<F>(other ^ xor, into, far, p.other, false);
     }
 }
 
@@ -219,7 +219,7 @@ fn load_summed<F: Float>(
     #[comptime] p: Products,
 ) {
     let shape = comptime!(p.summed());
-    let (turn, add) = comptime!(along((which % p.steps) as u32));
+    let (xor, add) = comptime!(along((which % p.steps) as u32));
     let far = comptime!(16 * (which / p.steps) as u32 * shape.row_bytes() + add);
-    load_fragments::<F>(other ^ turn, into, far, shape, false);
+    load_fragments::<F>(other ^ xor, into, far, shape, false);
 }

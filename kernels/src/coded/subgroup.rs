@@ -194,8 +194,8 @@ pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
         read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
         read_codes::<W>(weight, &mut codes, &mut scales, ahead, first_col, unit, dims, plan);
         #[unroll]
-        for turn in 0..comptime!(STEP / plan.inst_k) {
-            let kk = comptime!(turn * plan.inst_k).runtime();
+        for iteration in 0..comptime!(STEP / plan.inst_k) {
+            let kk = comptime!(iteration * plan.inst_k).runtime();
             let mut a = Sequence::<Matrix<F>>::new();
             #[unroll]
             for i in 0..frags_m {

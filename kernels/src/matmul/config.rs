@@ -333,7 +333,7 @@ mod tests {
     fn a_product_that_the_device_would_not_end_is_refused() {
         let arch = ArchProfile {
             backend: Backend::WebGpu,
-            max_loop_turns: Some(65_535),
+            max_loop_iterations: Some(65_535),
             mma: BTreeSet::new(),
             async_copy: false,
             ..recorded("rtx4090")
@@ -342,7 +342,7 @@ mod tests {
         let across = [Layout::Col, Layout::Row];
         let config = simplest(&arch, &of(50_000, across)).expect("few turns");
         check(&arch, &of(50_000, across), &config).expect("few turns");
-        let refused = Err(Infeasible::Turns { need: 65_536 / 16 * 18 + 1, have: 65_535 });
+        let refused = Err(Infeasible::Iterations { need: 65_536 / 16 * 18 + 1, have: 65_535 });
         assert_eq!(check(&arch, &of(65_536, across), &config), refused);
         assert!(candidates(&arch, &of(65_536, across)).is_empty());
         // Units that share k need fewer iterations.
@@ -350,7 +350,7 @@ mod tests {
         let shared = candidates(&arch, &of(65_536, along));
         assert!(!shared.is_empty());
         assert!(shared.iter().all(|c| matches!(c, MatmulConfig::Gemv(_))), "{shared:?}");
-        let endless = ArchProfile { max_loop_turns: None, ..arch };
+        let endless = ArchProfile { max_loop_iterations: None, ..arch };
         check(&endless, &of(65_536, across), &config).expect("no limit");
     }
 

@@ -258,7 +258,7 @@ pub fn reorder_codes(device: &Device, weight: Weight, from: &Handle, to: Order) 
     let (cubes, dim) = spread(device, words);
     // SAFETY: both buffers have the words of the weight, and the kernel checks its index.
     unsafe {
-        turn_codes::launch_unchecked(
+        reorder_codes_kernel::launch_unchecked(
             device.client(),
             cubes,
             dim,
@@ -282,7 +282,7 @@ pub fn reorder_absmax(device: &Device, weight: Weight, from: &Handle, to: Order)
     let (cubes, dim) = spread(device, words);
     // SAFETY: the buffers have the lengths of the weight in its two orders, and the kernel checks its index.
     unsafe {
-        turn_absmax::launch_unchecked(
+        reorder_absmax_kernel::launch_unchecked(
             device.client(),
             cubes,
             dim,
@@ -391,7 +391,7 @@ pub(crate) fn absmax_in_tiles(row: u32, span: u32, k: u32) -> u32 {
 }
 
 #[cube(launch_unchecked)]
-fn turn_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
+fn reorder_codes_kernel(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
     let mut at = ABSOLUTE_POS;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     while at < to.len() {
@@ -417,7 +417,7 @@ fn turn_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) 
 
 /// Reorders absmax word by word: one f32, or four bytes.
 #[cube(launch_unchecked)]
-fn turn_absmax(
+fn reorder_absmax_kernel(
     from: &[u32],
     to: &mut [u32],
     k: u32,

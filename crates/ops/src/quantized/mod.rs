@@ -265,16 +265,16 @@ impl QuantizedWeight {
         let frozen = |tensor: Tensor<1, Int>| Param::initialized(ParamId::new(), tensor);
         let ordered = |tensor, buffer: Buffer| {
             let (save, load) = (ctx.clone(), ctx.clone());
-            let turned = |made: Result<_, OpError>| {
+            let expected = |made: Result<_, OpError>| {
                 made.unwrap_or_else(|e| panic!("a record has no place for an error: {e}"))
             };
             let rows = weight.in_rows();
             frozen(tensor)
                 .save_mapper(move |t| {
-                    let rows = turned(reorder(&save, t, buffer, weight, rows));
+                    let rows = expected(reorder(&save, t, buffer, weight, rows));
                     if buffer == Buffer::Scales { padded(rows, &weight) } else { rows }
                 })
-                .load_mapper(move |t| turned(reorder(&load, t, buffer, rows, weight)))
+                .load_mapper(move |t| expected(reorder(&load, t, buffer, rows, weight)))
         };
         let mut buffers = buffers.into_iter();
         let mut next = || buffers.next();

@@ -124,9 +124,9 @@ fn products_are_those_of_the_dense_weight() {
     let want = product(6, n, k).run(&xs, &dense, theirs).expect("sizes");
     close(&values(out), &want, "all");
     // A view with other strides.
-    let turned = Tensor::<3>::from_data(x.swap_dims(0, 2).into_data(), &device).swap_dims(0, 2);
+    let transposed = Tensor::<3>::from_data(x.swap_dims(0, 2).into_data(), &device).swap_dims(0, 2);
     close(
-        &values(quantized_linear(&ctx, turned, &weight, epilogue).expect("valid")),
+        &values(quantized_linear(&ctx, transposed, &weight, epilogue).expect("valid")),
         &want,
         "strides",
     );

@@ -161,7 +161,7 @@ impl FlashPlan {
     const fn region(self) -> Region {
         let (rows, others) = (self.config.rows, self.config.tile_kv);
         let (queries, keys) = if self.side.keys { (others, rows) } else { (rows, others) };
-        Region { queries, keys, turned: self.side.keys, exact: self.exact }
+        Region { queries, keys, transposed: self.side.keys, exact: self.exact }
     }
 }
 

@@ -81,7 +81,7 @@ impl SidePlan {
     const fn region(self) -> Region {
         let SubgroupConfig { rows, tile_kv, .. } = self.subgroup.config;
         let (queries, keys) = if self.side.keys { (tile_kv, rows) } else { (rows, tile_kv) };
-        Region { queries, keys, turned: self.side.keys, exact: self.subgroup.exact }
+        Region { queries, keys, transposed: self.side.keys, exact: self.subgroup.exact }
     }
 }
 

@@ -58,7 +58,7 @@ use super::fragments::{finish, keys_of, load_batch, multiply_rows, top, values_o
 use super::merge::{Share, leave, meet};
 use super::plan::SplitPlan;
 use super::scores::Scores;
-use super::stream::{Stream, first_turns, turns_of};
+use super::stream::{Stream, first_iterations, iterations_of};
 use crate::attention::tiles::{registers, zeros};
 use crate::tile::{
     CopyLane, exp2, global_address, lhs_lane, load_shared, load_word, next_stage, pack_pair,
@@ -107,10 +107,10 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // length: fetch its first tiles while the device's length arrives, and again if they differ.
     let there = cache.length(dims, batch);
     let foreseen = if comptime!(plan.foreseen) { dims.longest } else { there };
-    let (own, turns) = first_turns(there, scores, dims, share.part, plane, plan);
+    let (own, iterations) = first_iterations(there, scores, dims, share.part, plane, plan);
     let mut length = u32::cast_from(foreseen);
     let mut own_tile = u32::cast_from(own);
-    let mut count = u32::cast_from(turns);
+    let mut count = u32::cast_from(iterations);
     let (from_k, from_v) = (global_address(k), global_address(v));
     let mut pages = 0u32.runtime();
     let mut later = 0u32.runtime();
@@ -135,9 +135,9 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
             if length != there {
                 wait_copies(0u32);
                 length = there;
-                let (own, turns) = turns_of(there, scores, dims, share.part, plane, plan);
+                let (own, iterations) = iterations_of(there, scores, dims, share.part, plane, plan);
                 own_tile = own;
-                count = turns;
+                count = iterations;
                 filling = true;
             }
         }
@@ -189,7 +189,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let lane_v = lhs_lane(0u32.runtime(), lane, comptime!(plan.values()));
     let mut words = registers(at_once);
     let mut read = ring;
-    for turn in 0..count {
+    for iteration in 0..count {
         // sᵀ = k · qᵀ
         wait_copies(comptime!(2 * stages - 1));
         sync_plane();
@@ -228,7 +228,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
             multiply_rows::<NC>(&mut s, at, plan);
         }
         sync_plane();
-        let ahead = turn + stages;
+        let ahead = iteration + stages;
         if comptime!(paged) {
             // All page numbers of the previous load are used up.
             if ahead % 32 == 0 {
@@ -240,7 +240,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         stream.copy_keys(&next, cache, dims, read, plan);
 
         // s = scale · s .., or -inf where hidden
-        let first_key = (own_tile + turn * planes) * tile_kv;
+        let first_key = (own_tile + iteration * planes) * tile_kv;
         finish::<NC>(&mut s, first_key, &position, newest, length, scores, plan);
 
         // Update m and rescale everything that is a multiple of exp(-m).

@@ -130,9 +130,9 @@ pub(crate) fn multiply<
         let rounds = if comptime!(plan.fixed_stages) { now.tiles / stages } else { now.tiles };
         for _ in 0..rounds {
             #[unroll]
-            for turn in 0..comptime!(around * steps) {
+            for iteration in 0..comptime!(around * steps) {
                 // With fixed stages, `here` is the stage that is multiplied.
-                let (here, step) = comptime!(((turn / steps) as u32, turn % steps));
+                let (here, step) = comptime!(((iteration / steps) as u32, iteration % steps));
                 let (set, into) = comptime!((step % 2, (step + 1) % 2));
                 let next = comptime!((step + 1) % steps);
                 let (rhs_set, rhs_into) = comptime!((step / packing % 2, (next / packing) % 2));

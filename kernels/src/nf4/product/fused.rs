@@ -223,10 +223,10 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     }
     let mut left = Sequence::<Array<u32>>::new();
     #[unroll]
-    for turn in 0..SETS {
+    for iteration in 0..SETS {
         left.push(Array::<u32>::new(4usize));
-        if comptime!(turn + 1 < SETS) {
-            load_left::<F>(read, own, left.index_mut(turn), turn, plan);
+        if comptime!(iteration + 1 < SETS) {
+            load_left::<F>(read, own, left.index_mut(iteration), iteration, plan);
         }
     }
     for step in 0..steps {
@@ -248,8 +248,8 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
             }
             // Fragments of the first 16 of k, then of the other 16.
             #[unroll]
-            for turn in 0..comptime!(2 * frags) {
-                let ahead = comptime!(2 * frags * half + turn + SETS - 1);
+            for iteration in 0..comptime!(2 * frags) {
+                let ahead = comptime!(2 * frags * half + iteration + SETS - 1);
                 let next = left.index_mut(comptime!(ahead % SETS));
                 if comptime!(ahead < 4 * frags) {
                     load_left::<F>(now, own, next, ahead, plan);
@@ -262,16 +262,18 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 }
                 // Decodes a slice of the next half step's codes during the matmul.
                 #[unroll]
-                for slice in comptime!(4 * turn / frags)..comptime!(4 * (turn + 1) / frags) {
+                for slice in
+                    comptime!(4 * iteration / frags)..comptime!(4 * (iteration + 1) / frags)
+                {
                     decode(&codes, &scales, &book, &mut right, 1 - half, slice, plan.bf16);
                 }
-                let left = typed::<F, NF>(left.index(comptime!(turn % SETS)), 0usize, 4usize);
+                let left = typed::<F, NF>(left.index(comptime!(iteration % SETS)), 0usize, 4usize);
                 #[unroll]
                 for x in 0..4usize {
-                    let j = comptime!(if turn % 2 == 1 { 3 - x } else { x });
+                    let j = comptime!(if iteration % 2 == 1 { 3 - x } else { x });
                     let words = right.index(comptime!(4 * half + j));
-                    let right = typed::<F, NF>(words, comptime!(turn / frags * 2), 2usize);
-                    let sums = acc.index_mut(comptime!(turn % frags * 4 + j));
+                    let right = typed::<F, NF>(words, comptime!(iteration / frags * 2), 2usize);
+                    let sums = acc.index_mut(comptime!(iteration % frags * 4 + j));
                     def.execute_inplace(&left, &right, sums);
                 }
             }
@@ -389,17 +391,17 @@ fn load_scales(
     }
 }
 
-/// Loads fragment `turn` of a step: all rows of the first 16 of k, then of the next 16.
+/// Loads fragment `which` of a step: all rows of the first 16 of k, then of the next 16.
 #[cube]
 fn load_left<F: Float>(
     read: u32,
     own: u32,
     into: &mut Array<u32>,
-    #[comptime] turn: usize,
+    #[comptime] which: usize,
     #[comptime] plan: FusedPlan,
 ) {
     let frags = comptime!((plan.config.tile_m / 16) as usize);
-    let (k, row) = comptime!((turn / frags, turn % frags));
+    let (k, row) = comptime!((which / frags, which % frags));
     let at = read + (own ^ comptime!(32 * k as u32));
     let far = comptime!(16 * 128 * row as u32);
     load_fragments::<F>(at, into, far, plan.copies().shape, false);

@@ -46,13 +46,13 @@ impl Stage {
             let inside = own < quads;
             let from = first + u64::cast_from(row as usize * dims.k as usize) * 2;
             // XORed with the row, so that the same chunk of eight rows lies in eight positions.
-            let turned = (self.lane % 8) ^ i;
+            let swizzled = (self.lane % 8) ^ i;
             let to = if comptime!(i < 4) {
                 let line = self.plane * 16 + comptime!(i * 4) + self.lane / 8;
-                self.table + line * 256 + 128 + turned * 16
+                self.table + line * 256 + 128 + swizzled * 16
             } else {
                 let line = self.plane * 16 + comptime!((i - 4) * 4) + self.lane / 8;
-                self.sums + line * 128 + turned * 16
+                self.sums + line * 128 + swizzled * 16
             };
             if row < dims.m {
                 copy_vector(from, to, 0u32, inside, chunk);
