@@ -54,7 +54,7 @@ pub use attention::{
     Packing, attention, attention_backward, attention_memory, attention_packed,
     attention_packed_with_lse, attention_with_lse,
 };
-pub use capture::{AtWork, at_work, capture_alone, captures};
+pub use capture::{StreamGuard, capture_alone, captures, stream_guard};
 /// Checkpoint files that [`QuantizedWeight`]s are read from and written to.
 pub use checkpoint;
 pub use ctx::{Ctx, Rehearsed};

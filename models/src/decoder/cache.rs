@@ -117,7 +117,7 @@ impl Rearrange for Join<'_> {
 
 impl KvCache {
     pub(super) fn new(of: &Decoder, batch: usize, capacity: usize) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &of.config;
         let shape = [batch, *kv_heads, capacity, *head_dim];
         let zeros = !of.ctx.rehearses();
@@ -154,7 +154,7 @@ impl KvCache {
     /// or RoPE frequencies. Frequencies differ if RoPE scaling depends on the length.
     #[must_use]
     pub fn stack(mut parts: Vec<(Self, usize)>) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         parts.retain(|(_, times)| *times > 0);
         let (first, _) = parts.first().expect("a batch has a sequence");
         let (capacity, frequencies) = (first.capacity, first.frequencies.clone());
@@ -193,7 +193,7 @@ impl KvCache {
     /// Panics for a sequence outside the batch.
     #[must_use]
     pub fn keep(self, sequences: &[usize]) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let rows = |cached| rearranged([cached], &cells::Rows(sequences));
         let Memory { layers, pages, tables } = self.memory;
         let memory = match pages {

@@ -258,7 +258,7 @@ impl<'a> Loader<'a> {
     /// call.
     fn kept<T: Send>(&self, make: impl Fn() -> T + Send) -> T {
         // One part at a time, so that a thread that captures does not wait for a whole model.
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.device.memory_persistent_allocations((), move |()| make())
     }
 

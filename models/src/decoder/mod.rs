@@ -137,7 +137,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Failed`].
     pub fn check_allocation(&self) -> Result<(), Error> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         read_last(&self.embedding)?;
         self.positions.as_ref().map_or(Ok(()), read_last)?;
         for Layer { qkv, out, ffn, .. } in &self.layers {
@@ -252,7 +252,7 @@ impl Decoder {
         rows: Rows,
         each: &mut impl FnMut(Tensor<2>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let seq = self.check(cache, tokens)?;
         let whole = self.rotated_anew(cache, tokens, seq)?;
         let before = cache.lengths();

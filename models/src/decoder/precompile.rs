@@ -21,7 +21,7 @@ impl Decoder {
         decode: bool,
         then: impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError>,
     ) -> Result<Rehearsed, Error> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let ctx = if self.ctx.rehearses() { self.ctx.clone() } else { self.ctx.rehearsal() };
         let rehearsal = Self { ctx, ..self.clone() };
         let (batch, before) = (cache.batch(), cache.longest());

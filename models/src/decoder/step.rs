@@ -70,7 +70,7 @@ enum By {
 /// Ending a graph waits for its stream.
 impl Drop for Single {
     fn drop(&mut self) {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.0 = None;
     }
 }

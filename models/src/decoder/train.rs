@@ -137,7 +137,7 @@ impl Decoder {
         weight: f64,
         recompute: Recompute,
     ) -> Result<Learned, Error> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let lesson = self.lesson(batch)?;
         let layers = self.layers.len();
         // Layers below the lowest adapted layer need no gradient.
@@ -196,7 +196,7 @@ impl Decoder {
         adaptation: Adaptation<'_>,
         batch: &[Example],
     ) -> Result<(Tensor<1>, usize), Error> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let lesson = self.lesson(batch)?;
         let mut x = self.embedded(&lesson)?;
         for index in 0..self.layers.len() {

@@ -105,7 +105,7 @@ impl Engine {
         let _grant = self.admit(all)?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             let mut session = Session::within(self.clone(), room)?;
             let after = session.prefill(tokens, false)?;
             for completion in 0..completions {
@@ -115,9 +115,9 @@ impl Engine {
             caches.push((session.into_parts().0, completions));
         }
         if !growing.is_empty() {
-            let at_work = ops::at_work();
+            let stream_guard = ops::stream_guard();
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
-            drop(at_work);
+            drop(stream_guard);
             let cache = self.checked_cache(cache)?;
             self.precompile(&cache, 0, true)?;
             self.grow(&mut growing, cache, logits, &mut seen)?;

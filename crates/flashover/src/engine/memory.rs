@@ -121,7 +121,7 @@ impl Engine {
 
     /// Allocates one page of `bytes` in this thread's pool. Pages that grow with use would leave smaller pages behind.
     pub(crate) fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let client = self.0.device.client();
         let max = client.properties().memory.max_page_size;
         let Ok(bytes) = usize::try_from(bytes.min(max.into())) else { return Ok(()) };
@@ -131,7 +131,7 @@ impl Engine {
 
     /// Downloads a tensor.
     pub(crate) fn on_host(&self, made: Tensor<2>) -> Result<Vec<f32>, DeviceError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let data = made.try_into_data().map_err(|why| self.failed(format!("{why:?}")))?;
         data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
     }

@@ -22,7 +22,7 @@ pub(super) struct Sampler {
 impl Sampler {
     /// Returns a sampler for sequences with these settings and tokens so far.
     pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let words = engine.config().vocab.div_ceil(32);
         let absent = engine.absent();
         let rows = sequences.len() + usize::from(!absent.is_empty());
@@ -49,7 +49,7 @@ impl Sampler {
         logits: Tensor<2>,
         places: &[Place],
     ) -> Result<Vec<Token>, GenerateError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let _first = trace::first(|| "sampling");
         let _part = trace::span(|| "sampling");
         let rows = self.sampling.iter().zip(places);

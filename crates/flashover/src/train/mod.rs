@@ -194,14 +194,14 @@ impl Trainer {
 
     /// Moves the tensors that change with each step.
     fn move_to(&mut self, device: &Device) {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.values = self.values.take().map(|values| values.to_device(device));
         self.state = self.state.take().map(|state| AdamW::to_device(state, device));
     }
 
     /// The values, on the device from here on.
     fn values(&mut self) -> Tensor<1> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let place = || {
             let values = self.adapter.values();
             let data = TensorData::new(values.to_vec(), [values.len()]);
@@ -271,7 +271,7 @@ impl Trainer {
                 let decoder = self.engine.decoder();
                 decoder.learn(adaptation, &batch, weight, self.options.recompute)?
             };
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             loss = Some(plus(loss, learned.loss));
             gradient = Some(plus(gradient, learned.gradient));
             self.engine.note_memory();
@@ -280,7 +280,7 @@ impl Trainer {
             return Err(models::Error::Lesson.into());
         };
         let gradient = {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             if scale == 1.0 { gradient } else { gradient / scale }
         };
         let [loss, length] = self.read(loss, gradient.clone())?;
@@ -304,7 +304,7 @@ impl Trainer {
     /// AdamW on a gradient of this length.
     fn take(&mut self, values: Tensor<1>, gradient: Tensor<1>, length: f64, learning_rate: f64) {
         let _optimizer = trace::span(|| "optimizer");
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let gradient = match self.options.clip {
             Some(clip) if length > clip => gradient * (clip / length),
             _ => gradient,
@@ -318,7 +318,7 @@ impl Trainer {
     /// The sum of the losses, and the length of the gradient.
     fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], TrainError> {
         let both = {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             let length = (gradient.clone() * gradient).sum().sqrt();
             Tensor::cat(vec![loss, length], 0).reshape([1, 2])
         };
