@@ -130,13 +130,13 @@ fn splits(
     max_splits: u32,
 ) -> u32 {
     // If the driver does not report processors, assume a mid-range card.
-    let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / shares(problem);
+    let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / work_tiles(problem);
     let max_splits = problem.visible().div_ceil(keys).min(max_splits);
     (wanted.min(u64::from(max_splits)) as u32).max(1)
 }
 
 /// Number of work tiles without splits: cache heads of all sequences times cubes per cache head.
-fn shares(problem: &DecodeProblem) -> u64 {
+fn work_tiles(problem: &DecodeProblem) -> u64 {
     let chunks = problem.shared_rows().div_ceil(SplitPlan::rows_of(problem));
     u64::from(problem.batch) * u64::from(problem.kv_heads) * u64::from(chunks)
 }
@@ -188,8 +188,8 @@ pub(super) fn check(
         let why = format!("1 to {}", SplitConfig::MAX_SPLITS);
         return Err(shape("splits", c.splits, &why));
     }
-    if c.splits > 1 && shares(problem) > u64::from(COUNTERS) {
-        let why = format!("{} shares of work need not be cut", shares(problem));
+    if c.splits > 1 && work_tiles(problem) > u64::from(COUNTERS) {
+        let why = format!("{} shares of work need not be cut", work_tiles(problem));
         return Err(shape("splits", c.splits, &why));
     }
     let block = problem.layout.block_size();

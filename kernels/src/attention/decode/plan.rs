@@ -72,7 +72,7 @@ impl SplitPlan {
             foreseen: problem.batch == 1,
             shared_bytes: 0,
         };
-        plan.shared_bytes = (plan.planes * plan.ring_bytes()).max(plan.meeting_bytes());
+        plan.shared_bytes = (plan.planes * plan.ring_bytes()).max(plan.merge_bytes());
         plan
     }
 
@@ -122,7 +122,7 @@ impl SplitPlan {
 
     /// Bytes for merging planes in shared memory: m and l of every row of every plane, then the
     /// accumulators.
-    pub(super) const fn meeting_bytes(self) -> u32 {
+    pub(super) const fn merge_bytes(self) -> u32 {
         self.planes * self.rows() * (8 + 4 * self.sums_pitch())
     }
 

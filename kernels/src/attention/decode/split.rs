@@ -55,7 +55,7 @@ use cubecl::prelude::*;
 
 use super::cache::{Cache, Dims, bytes};
 use super::fragments::{finish, keys_of, load_batch, multiply_rows, top, values_of};
-use super::merge::{Share, leave, meet};
+use super::merge::{WorkTile, merge_planes, write_partials};
 use super::plan::SplitPlan;
 use super::scores::Scores;
 use super::stream::{Stream, first_iterations, iterations_of};
@@ -91,8 +91,8 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let (column, octet) = (lane % 4 * 2, lane / 4);
-    let share = Share::new(dims, plan);
-    let (batch, kv_head) = (share.batch, share.kv_head);
+    let work = WorkTile::new(dims, plan);
+    let (batch, kv_head) = (work.batch, work.kv_head);
 
     // [planes, stages, K, V and their scales]
     let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
@@ -107,7 +107,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // length: fetch its first tiles while the device's length arrives, and again if they differ.
     let there = cache.length(dims, batch);
     let foreseen = if comptime!(plan.foreseen) { dims.longest } else { there };
-    let (own, iterations) = first_iterations(there, scores, dims, share.part, plane, plan);
+    let (own, iterations) = first_iterations(there, scores, dims, work.part, plane, plan);
     let mut length = u32::cast_from(foreseen);
     let mut own_tile = u32::cast_from(own);
     let mut count = u32::cast_from(iterations);
@@ -135,7 +135,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
             if length != there {
                 wait_copies(0u32);
                 length = there;
-                let (own, iterations) = iterations_of(there, scores, dims, share.part, plane, plan);
+                let (own, iterations) = iterations_of(there, scores, dims, work.part, plane, plan);
                 own_tile = own;
                 count = iterations;
                 filling = true;
@@ -152,7 +152,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let mut queries = Sequence::<Array<u32>>::new();
     #[unroll]
     for f in 0..fragments {
-        let (i, head) = share.query(dims, comptime!(8 * f as u32) + octet, plan);
+        let (i, head) = work.query(dims, comptime!(8 * f as u32) + octet, plan);
         // i8 cache elements come in fours, so a unit's two words of q are neighbours.
         let (apart, between) = comptime!(if plan.cache.quantized { (4u32, 4u32) } else { (2, 16) });
         let at = bytes(dims.q.at(i, batch, head), 2u32) + u64::cast_from(column * apart);
@@ -169,7 +169,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let mut position = Array::<i32>::new(comptime!(2 * fragments));
     #[unroll]
     for r in 0..comptime!(2 * fragments) {
-        let row = share.first + comptime!((8 * (r / 2) + r % 2) as u32) + column;
+        let row = work.first + comptime!((8 * (r / 2) + r % 2) as u32) + column;
         position[r] = newest + (row % comptime!(plan.seq_q)) as i32;
     }
 
@@ -345,6 +345,6 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // Wait for copies into the rest of the ring before its memory is reused.
     wait_copies(0u32);
     sync_cube();
-    leave::<NC>(&acc, &row_max, &sum, shared, plan);
-    meet::<F, NO>(out, lse, partials, scores, dims, &share, shared, plan);
+    write_partials::<NC>(&acc, &row_max, &sum, shared, plan);
+    merge_planes::<F, NO>(out, lse, partials, scores, dims, &work, shared, plan);
 }

@@ -144,7 +144,7 @@ struct Prefetched {
 
 /// Addresses of a plane's part of the tiles.
 #[derive(CubeType)]
-struct Share {
+struct PlaneAddresses {
     /// Addresses in tile 0.
     codes: u64,
     absmax: u64,
@@ -196,17 +196,17 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let tiles = dims.n / comptime!(if plan.glu { 32u32 } else { 16u32 });
     let quads = dims.k / 256;
     let own = part * planes + plane;
-    let share = share_of(weight, own, quads, lane, plan);
+    let addresses = addresses_of(weight, own, quads, lane, plan);
 
     let mut prefetched = Prefetched {
         codes: Array::new(comptime!(4 * SPANS)),
         absmax: Array::new(comptime!(if plan.weight.nested { 2 } else { 2 * SPANS })),
         scales: Array::new(4usize),
     };
-    load_scales(&mut prefetched, &share, first, plan);
+    load_scales(&mut prefetched, &addresses, first, plan);
     #[unroll]
     for span in 0..SPANS {
-        load_codes(&mut prefetched, &share, first, span);
+        load_codes(&mut prefetched, &addresses, first, span);
     }
     let book = weight.book[(lane % 16) as usize];
     let nested = first_nested(weight, unit);
@@ -276,7 +276,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
             };
             if comptime!(plan.glu) || now < tiles {
                 let scales = decode_scales(&prefetched, nested_book, plan);
-                load_scales(&mut prefetched, &share, next, plan);
+                load_scales(&mut prefetched, &addresses, next, plan);
                 let mut acc = Array::<f32>::new(comptime!(4 * eights));
                 #[unroll]
                 for e in 0..comptime!(4 * eights) {
@@ -285,7 +285,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                 #[unroll]
                 for span in 0..SPANS {
                     let left = decode_codes(&prefetched, table, lane, span);
-                    load_codes(&mut prefetched, &share, next, span);
+                    load_codes(&mut prefetched, &addresses, next, span);
                     #[unroll]
                     for eight in 0..eights {
                         let mut sum = Array::<Vector<f32, NC>>::new(2usize);
@@ -425,19 +425,19 @@ fn store_sums(acc: &Array<f32>, to: u32, lane: u32, m: u32, #[comptime] plan: St
 }
 
 #[cube]
-fn share_of<NW: Size>(
+fn addresses_of<NW: Size>(
     weight: &Codes<NW>,
     own: u32,
     quads: u32,
     lane: u32,
     #[comptime] plan: StreamPlan,
-) -> Share {
+) -> PlaneAddresses {
     let quad = min(own, quads - 1);
     // Bytes of absmax per unit and tile: two rows, four steps.
     let unit_bytes = comptime!(if plan.weight.nested { 8u32 } else { 32u32 });
     let absmax_bytes = comptime!(8 * unit_bytes);
     let place = u64::cast_from(quad * absmax_bytes + lane / 4 * unit_bytes);
-    Share {
+    PlaneAddresses {
         codes: global_address(&weight.codes) + u64::cast_from(quad * 2048 + lane * 16),
         absmax: global_address(&weight.absmax) + place,
         scales: global_address(&weight.scales),
@@ -451,8 +451,13 @@ fn share_of<NW: Size>(
 
 /// Issues the load of the codes of one step.
 #[cube]
-fn load_codes(prefetched: &mut Prefetched, share: &Share, tile: u32, #[comptime] span: usize) {
-    let from = share.codes + u64::cast_from(tile) * share.codes_step;
+fn load_codes(
+    prefetched: &mut Prefetched,
+    addresses: &PlaneAddresses,
+    tile: u32,
+    #[comptime] span: usize,
+) {
+    let from = addresses.codes + u64::cast_from(tile) * addresses.codes_step;
     let words = stream_words(from, comptime!(512 * span as u32));
     #[unroll]
     for i in 0..4usize {
@@ -464,21 +469,22 @@ fn load_codes(prefetched: &mut Prefetched, share: &Share, tile: u32, #[comptime]
 #[cube]
 fn load_scales(
     prefetched: &mut Prefetched,
-    share: &Share,
+    addresses: &PlaneAddresses,
     tile: u32,
     #[comptime] plan: StreamPlan,
 ) {
-    let from = share.absmax + u64::cast_from(tile) * share.absmax_step;
+    let from = addresses.absmax + u64::cast_from(tile) * addresses.absmax_step;
     if comptime!(plan.weight.nested) {
         let pair = load_two_words(from);
         prefetched.absmax[0] = pair.extract(0usize);
         prefetched.absmax[1] = pair.extract(1usize);
         #[unroll]
         for half in 0..2usize {
-            let row = tile * 16 + share.row + comptime!(8 * half as u32);
+            let row = tile * 16 + addresses.row + comptime!(8 * half as u32);
             // A quad has 256 elements; a group has 256 blocks.
-            let group = (row * share.quads + share.quad) / comptime!(plan.weight.block_size);
-            let pair = load_pair(share.scales + u64::cast_from(group * 8));
+            let group =
+                (row * addresses.quads + addresses.quad) / comptime!(plan.weight.block_size);
+            let pair = load_pair(addresses.scales + u64::cast_from(group * 8));
             prefetched.scales[comptime!(2 * half)] = pair.extract(0usize);
             prefetched.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
         }
