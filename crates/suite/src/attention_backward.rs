@@ -79,7 +79,7 @@ impl KernelSuite for AttentionBackward {
         let (problem, p) = (&case.problem, &case.problem.forward);
         let dtype = reference_dtype(p.dtype);
         let host = Host::new(device, &case.forward)?;
-        let forward = Attention::simplest(device.profile(), p)
+        let forward = Attention::baseline(device.profile(), p)
             .map_err(|why| CheckError::Kernel(format!("no forward pass: {why}")))?;
         Attention::launch(&Queue::Device(device), p, &forward, &host.operands, None);
         let (out, lse) = host.results(device)?;

@@ -54,7 +54,7 @@ pub trait Kernel: 'static {
     ///
     /// # Errors
     /// The device cannot run the problem; [`Kernel::candidates`] is then empty.
-    fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
+    fn baseline(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
 
     /// Makes seeded random operands for measuring.
     fn operands(queue: &Queue, problem: &Self::Problem, seed: u64) -> Self::Operands;

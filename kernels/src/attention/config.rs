@@ -51,7 +51,7 @@ impl Implementation {
     ) -> Result<AttentionConfig, Infeasible> {
         let in_blocks = |c: &AttentionConfig| c.tile_q().is_some();
         match self {
-            Self::Plain => simplest(arch, problem),
+            Self::Plain => baseline(arch, problem),
             Self::Flash => {
                 match candidates(arch, problem).into_iter().find(in_blocks) {
                     Some(config) => Ok(config),
@@ -118,7 +118,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     found.retain(|c| waste(c) <= 2 * least);
     found.sort_by_key(|c| waste(c) > least + least / 4);
     if found.is_empty() {
-        found.extend(simplest(arch, problem));
+        found.extend(baseline(arch, problem));
     }
     found
 }
@@ -131,7 +131,7 @@ fn spills(problem: &AttentionProblem, config: &AttentionConfig) -> bool {
     ragged && (65..=128).contains(&problem.head_dim) && (c.rows, c.tile_kv, c.stages) == (16, 32, 3)
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &AttentionProblem,
 ) -> Result<AttentionConfig, Infeasible> {

@@ -115,11 +115,11 @@ impl Kernel for Attention {
         problem.cost()
     }
 
-    fn simplest(
+    fn baseline(
         arch: &ArchProfile,
         problem: &AttentionProblem,
     ) -> Result<AttentionConfig, Infeasible> {
-        config::simplest(arch, problem)
+        config::baseline(arch, problem)
     }
 
     fn operands(queue: &Queue, problem: &AttentionProblem, seed: u64) -> AttentionOperands {

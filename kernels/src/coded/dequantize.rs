@@ -45,7 +45,7 @@ impl DequantizeConfig {
     }
 
     /// Returns the baseline config.
-    pub(crate) fn simplest(arch: &ArchProfile) -> Self {
+    pub(crate) fn baseline(arch: &ArchProfile) -> Self {
         Self { units: arch.cores().unwrap_or(64), vectors: 1 }
     }
 

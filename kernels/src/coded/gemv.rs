@@ -50,7 +50,7 @@ impl GemvConfig {
     }
 
     /// Returns the baseline config.
-    pub(crate) fn simplest(arch: &ArchProfile) -> Self {
+    pub(crate) fn baseline(arch: &ArchProfile) -> Self {
         match arch.cores() {
             Some(units) => Self { units, lanes: 1, rows: 1, columns: 1 },
             None => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
@@ -85,7 +85,7 @@ impl GemvConfig {
             _ => &[[128, 32, 4], [256, 32, 4], [256, 32, 2], [256, 64, 2]][..],
         };
         let config = |&[units, lanes, rows]: &[u32; 3]| Self { units, lanes, rows, columns };
-        shapes.iter().map(config).chain([Self::simplest(arch)]).collect()
+        shapes.iter().map(config).chain([Self::baseline(arch)]).collect()
     }
 
     /// Checks the config for a weight of `n` rows.

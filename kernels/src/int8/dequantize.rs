@@ -67,8 +67,8 @@ impl Kernel for Int8Dequantize {
         Cost { flops: 2 * p.weight.len(), bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let config = DequantizeConfig::simplest(arch);
+    fn baseline(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+        let config = DequantizeConfig::baseline(arch);
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -156,8 +156,8 @@ mod tests {
             for out in [DType::F32, DType::F16, DType::Bf16] {
                 let p = DequantizeProblem { weight, out };
                 assert!(!Int8Dequantize::candidates(&arch, &p).is_empty(), "{name} {out}");
-                let simplest = Int8Dequantize::simplest(&arch, &p).expect("there is one");
-                Int8Dequantize::check(&arch, &p, &simplest).expect("it is feasible");
+                let baseline = Int8Dequantize::baseline(&arch, &p).expect("there is one");
+                Int8Dequantize::check(&arch, &p, &baseline).expect("it is feasible");
             }
         }
     }

@@ -193,8 +193,8 @@ impl Kernel for Int8Matmul {
         Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
-    fn simplest(arch: &ArchProfile, p: &Int8MatmulProblem) -> Result<Int8MatmulConfig, Infeasible> {
-        let config = Int8MatmulConfig::Gemv(GemvConfig::simplest(arch));
+    fn baseline(arch: &ArchProfile, p: &Int8MatmulProblem) -> Result<Int8MatmulConfig, Infeasible> {
+        let config = Int8MatmulConfig::Gemv(GemvConfig::baseline(arch));
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -316,7 +316,7 @@ mod tests {
                         for c in found {
                             Int8Matmul::check(&arch, &p, &c).expect("candidates are checked");
                         }
-                        Int8Matmul::simplest(&arch, &p).expect("there is one");
+                        Int8Matmul::baseline(&arch, &p).expect("there is one");
                     }
                 }
             }

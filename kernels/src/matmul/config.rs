@@ -165,7 +165,7 @@ pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
     few && of(arch, problem, MatmulConfig::Gemv).any(|c| check(arch, problem, &c).is_ok())
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &MatmulProblem,
 ) -> Result<MatmulConfig, Infeasible> {
@@ -181,7 +181,7 @@ pub(super) fn simplest(
             .ok_or_else(|| lacks("a path that normalises so many rows as it multiplies them"))?,
         _ => of(arch, problem, MatmulConfig::Packed)
             .last()
-            .unwrap_or(MatmulConfig::Fma(FmaConfig::SIMPLEST)),
+            .unwrap_or(MatmulConfig::Fma(FmaConfig::BASELINE)),
     };
     check(arch, problem, &config).map(|()| config)
 }
@@ -239,7 +239,7 @@ mod tests {
             let found = candidates(arch, &p);
             assert_eq!(takes_norm(arch, &p), !found.is_empty());
             assert!(found.iter().all(|c| matches!(c, MatmulConfig::Gemv(_))), "{found:?}");
-            assert_eq!(simplest(arch, &p).is_ok(), !found.is_empty());
+            assert_eq!(baseline(arch, &p).is_ok(), !found.is_empty());
             !found.is_empty()
         };
         let cuda = arch("rtx4090");
@@ -340,7 +340,7 @@ mod tests {
         };
         let of = |k, layouts| problem([2, 3, k], layouts, Precision::F32);
         let across = [Layout::Col, Layout::Row];
-        let config = simplest(&arch, &of(50_000, across)).expect("few turns");
+        let config = baseline(&arch, &of(50_000, across)).expect("few turns");
         check(&arch, &of(50_000, across), &config).expect("few turns");
         let refused = Err(Infeasible::Iterations { need: 65_536 / 16 * 18 + 1, have: 65_535 });
         assert_eq!(check(&arch, &of(65_536, across), &config), refused);

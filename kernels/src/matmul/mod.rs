@@ -140,8 +140,8 @@ impl Kernel for Matmul {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Result<MatmulConfig, Infeasible> {
-        config::simplest(arch, problem)
+    fn baseline(arch: &ArchProfile, problem: &MatmulProblem) -> Result<MatmulConfig, Infeasible> {
+        config::baseline(arch, problem)
     }
 
     fn operands(queue: &Queue, problem: &MatmulProblem, seed: u64) -> MatmulOperands {

@@ -90,7 +90,7 @@ impl Kernel for Nf4Dequantize {
         Cost { flops: p.weight.len(), bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
         let units = arch.cores().unwrap_or(64);
         let config = DequantizeConfig { units, words: 1 };
         Self::check(arch, p, &config).map(|()| config)
@@ -263,8 +263,8 @@ mod tests {
             for out in [DType::F32, DType::F16, DType::Bf16] {
                 let p = DequantizeProblem { weight, out };
                 assert!(!Nf4Dequantize::candidates(&arch, &p).is_empty(), "{name} {out}");
-                let simplest = Nf4Dequantize::simplest(&arch, &p).expect("there is one");
-                Nf4Dequantize::check(&arch, &p, &simplest).expect("it is feasible");
+                let baseline = Nf4Dequantize::baseline(&arch, &p).expect("there is one");
+                Nf4Dequantize::check(&arch, &p, &baseline).expect("it is feasible");
             }
         }
     }

@@ -361,7 +361,7 @@ impl Kernel for Q8_0Quantize {
         Cost { flops: len, bytes: p.weight.bytes() + len * p.dtype.size() as u64 }
     }
 
-    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
         let config = QuantizeConfig { units: arch.cores().unwrap_or(64) };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -428,7 +428,7 @@ pub fn quantize(
     dtype: DType,
 ) -> Result<WeightBuffers, QuantizeError> {
     let problem = QuantizeProblem { weight, dtype };
-    let config = Q8_0Quantize::simplest(device.profile(), &problem)?;
+    let config = Q8_0Quantize::baseline(device.profile(), &problem)?;
     let queue = &Queue::Device(device);
     let flag = queue.upload(&[0; 4]);
     let weight = WeightBuffers::empty(queue, &weight);
@@ -558,8 +558,8 @@ impl Kernel for Q8_0Dequantize {
         Cost { flops: p.weight.len(), bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let config = DequantizeConfig::simplest(arch);
+    fn baseline(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+        let config = DequantizeConfig::baseline(arch);
         Self::check(arch, p, &config).map(|()| config)
     }
 

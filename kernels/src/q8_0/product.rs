@@ -175,8 +175,8 @@ impl Kernel for Q8_0Matmul {
         Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
-    fn simplest(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Result<Q8_0MatmulConfig, Infeasible> {
-        let config = Q8_0MatmulConfig::Gemv(GemvConfig::simplest(arch));
+    fn baseline(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Result<Q8_0MatmulConfig, Infeasible> {
+        let config = Q8_0MatmulConfig::Gemv(GemvConfig::baseline(arch));
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -351,7 +351,7 @@ mod tests {
                     for c in found {
                         Q8_0Matmul::check(&arch, &p, &c).expect("candidates are checked");
                     }
-                    Q8_0Matmul::simplest(&arch, &p).expect("there is one");
+                    Q8_0Matmul::baseline(&arch, &p).expect("there is one");
                 }
             }
         }

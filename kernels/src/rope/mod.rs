@@ -110,7 +110,7 @@ impl Kernel for Rope {
     fn candidates(arch: &ArchProfile, p: &RopeProblem) -> Vec<RopeConfig> {
         let mut configs = Vec::new();
         if arch.cores().is_some() {
-            configs.extend(Self::simplest(arch, p));
+            configs.extend(Self::baseline(arch, p));
             return configs;
         }
         // One pair of vectors, or one vector that is not rotated, per unit.
@@ -142,7 +142,7 @@ impl Kernel for Rope {
         Cost { flops: 3 * rotated, bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
         let units = arch.cores().unwrap_or(64);
         let config = RopeConfig { units, lanes: 1 };
         Self::check(arch, p, &config).map(|()| config)
@@ -362,12 +362,12 @@ mod tests {
                         let p = RopeProblem { cache, ..p }.checked().expect("valid");
                         let all = Rope::candidates(&arch, &p);
                         if !arch.dtypes.contains(&cache.dtype) {
-                            assert!(all.is_empty() && Rope::simplest(&arch, &p).is_err());
+                            assert!(all.is_empty() && Rope::baseline(&arch, &p).is_err());
                             continue;
                         }
                         assert!(!all.is_empty(), "{name} {p:?}");
-                        let simplest = Rope::simplest(&arch, &p).expect("there is one");
-                        for config in all.into_iter().chain([simplest]) {
+                        let baseline = Rope::baseline(&arch, &p).expect("there is one");
+                        for config in all.into_iter().chain([baseline]) {
                             Rope::check(&arch, &p, &config).expect("it is feasible");
                         }
                     }

@@ -32,7 +32,7 @@ fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
     let drawn = (drawn, any::<Index>());
     let ran = TestRunner::new_with_rng(config, rng).run(&drawn, |(case, which)| {
         let mut configs = K::candidates(arch, K::problem(&case));
-        configs.extend(K::simplest(arch, K::problem(&case)));
+        configs.extend(K::baseline(arch, K::problem(&case)));
         let config = which.get(&configs);
         let verdict = K::verify(&device, &case, config);
         let verdict = verdict.map_err(|why| TestCaseError::fail(format!("{config:?}: {why}")))?;

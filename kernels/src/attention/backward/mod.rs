@@ -150,7 +150,7 @@ impl Kernel for AttentionBackward {
         };
         let (queries, keys) = (of(&QUERIES, false), of(&KEYS, true));
         let (Some(&first_queries), Some(&first_keys)) = (queries.first(), keys.first()) else {
-            return Self::simplest(arch, problem).into_iter().collect();
+            return Self::baseline(arch, problem).into_iter().collect();
         };
         let first = BackwardConfig { queries: first_queries, keys: first_keys };
         let other_queries = queries[1..].iter().map(|&queries| BackwardConfig { queries, ..first });
@@ -172,7 +172,7 @@ impl Kernel for AttentionBackward {
         problem.cost()
     }
 
-    fn simplest(
+    fn baseline(
         arch: &ArchProfile,
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
@@ -315,7 +315,7 @@ impl Implementation {
     ) -> Result<BackwardConfig, Infeasible> {
         let flash = |c: &BackwardConfig| !matches!(c.queries, SideConfig::Rows(_));
         match self {
-            Self::Plain => AttentionBackward::simplest(arch, problem),
+            Self::Plain => AttentionBackward::baseline(arch, problem),
             Self::Flash => {
                 match AttentionBackward::candidates(arch, problem).into_iter().find(flash) {
                     Some(config) => Ok(config),

@@ -67,7 +67,7 @@ impl Implementation {
     ) -> Result<DecodeConfig, Infeasible> {
         let shared_out = |c: &DecodeConfig| !matches!(c, DecodeConfig::Rows(_));
         match self {
-            Self::Plain => simplest(arch, problem),
+            Self::Plain => baseline(arch, problem),
             Self::Flash => match candidates(arch, problem).into_iter().find(shared_out) {
                 Some(config) => Ok(config),
                 // A requirement that the smallest config misses, every config misses.
@@ -98,7 +98,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Dec
         found.extend(without_tensor_cores(arch, problem));
     }
     if found.is_empty() {
-        found.extend(simplest(arch, problem));
+        found.extend(baseline(arch, problem));
     }
     found
 }
@@ -141,7 +141,7 @@ fn work_tiles(problem: &DecodeProblem) -> u64 {
     u64::from(problem.batch) * u64::from(problem.kv_heads) * u64::from(chunks)
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &DecodeProblem,
 ) -> Result<DecodeConfig, Infeasible> {

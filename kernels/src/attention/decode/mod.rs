@@ -122,8 +122,8 @@ impl Kernel for Decode {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &DecodeProblem) -> Result<DecodeConfig, Infeasible> {
-        config::simplest(arch, problem)
+    fn baseline(arch: &ArchProfile, problem: &DecodeProblem) -> Result<DecodeConfig, Infeasible> {
+        config::baseline(arch, problem)
     }
 
     fn operands(queue: &Queue, problem: &DecodeProblem, seed: u64) -> DecodeOperands {

@@ -143,11 +143,11 @@ pub(super) fn check(
     }
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     p: &Nf4MatmulProblem,
 ) -> Result<Nf4MatmulConfig, Infeasible> {
-    let config = Nf4MatmulConfig::Gemv(GemvConfig::simplest(arch, p.glu));
+    let config = Nf4MatmulConfig::Gemv(GemvConfig::baseline(arch, p.glu));
     check(arch, p, &config).map(|()| config)
 }
 
@@ -262,7 +262,7 @@ fn gemvs(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<GemvConfig> {
         _ => [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 64, 4]],
     };
     let all = shapes.map(|[units, lanes, rows]| GemvConfig { units, lanes, rows, columns });
-    all.into_iter().chain([GemvConfig::simplest(arch, p.glu)]).collect()
+    all.into_iter().chain([GemvConfig::baseline(arch, p.glu)]).collect()
 }
 
 /// Returns candidate configs with a dense weight.
@@ -552,7 +552,7 @@ mod tests {
             p.gated_by_half().expect_err("no halves");
             let p = Nf4MatmulProblem { glu: true, ..p };
             assert!(Nf4Matmul::candidates(&arch, &p).is_empty());
-            Nf4Matmul::simplest(&arch, &p).expect_err("nor does the simplest");
+            Nf4Matmul::baseline(&arch, &p).expect_err("nor does the baseline");
         }
     }
 

@@ -59,7 +59,7 @@ impl GemvConfig {
     }
 
     /// Returns the baseline config for one matrix or a gated pair.
-    pub(super) fn simplest(arch: &ArchProfile, glu: bool) -> Self {
+    pub(super) fn baseline(arch: &ArchProfile, glu: bool) -> Self {
         let rows = if glu { 2 } else { 1 };
         match arch.cores() {
             Some(units) => Self { units, lanes: 1, rows, columns: 1 },

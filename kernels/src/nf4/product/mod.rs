@@ -231,8 +231,8 @@ impl Kernel for Nf4Matmul {
         Cost { flops: dense.flops * matrices, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
-    fn simplest(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<Nf4MatmulConfig, Infeasible> {
-        config::simplest(arch, p)
+    fn baseline(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<Nf4MatmulConfig, Infeasible> {
+        config::baseline(arch, p)
     }
 
     fn operands(queue: &Queue, p: &Nf4MatmulProblem, seed: u64) -> Nf4MatmulOperands {

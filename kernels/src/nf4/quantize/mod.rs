@@ -123,7 +123,7 @@ impl Kernel for Nf4Quantize {
 
     fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
         if arch.cores().is_some() {
-            return Self::simplest(arch, p).into_iter().collect();
+            return Self::baseline(arch, p).into_iter().collect();
         }
         let words = p.weight.block_size / 8;
         let all = [[256, 32], [256, 8], [128, 8], [512, 32], [256, 64]];
@@ -159,7 +159,7 @@ impl Kernel for Nf4Quantize {
         Cost { flops: plain.len(), bytes: plain.bytes() + plain.len() * p.dtype.size() as u64 }
     }
 
-    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
         let config = match arch.cores() {
             Some(units) => QuantizeConfig { units, lanes: 1 },
             None => QuantizeConfig { units: 64, lanes: 4 },
@@ -237,7 +237,7 @@ pub fn quantize(
     let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, book };
     let config = match Nf4Quantize::candidates(device.profile(), &problem).first() {
         Some(config) => *config,
-        None => Nf4Quantize::simplest(device.profile(), &problem)?,
+        None => Nf4Quantize::baseline(device.profile(), &problem)?,
     };
     let blocks = weight.blocks() as usize;
     let (client, queue) = (device.client(), Queue::Device(device));
