@@ -9,8 +9,8 @@ use ops::{Ctx, Epilogue, NormWeights, OpError, QuantizedWeight, linear};
 use quant::{Block, DType, Scheme, WeightFormat};
 use rayon::prelude::*;
 
-use super::beside::Beside;
 use super::projection::{Ffn, Matrix, Projection};
+use super::unmerged_lora::UnmergedLora;
 use super::warnings::warnings;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
@@ -306,14 +306,14 @@ impl<'a> Loader<'a> {
             _ => None,
         };
         if let Some(both) = both {
-            let (bias, beside) = (self.bias(&[gate, up])?, self.beside(&[gate, up])?);
-            return Ok(Ffn::Joint { both, bias, beside, down });
+            let (bias, unmerged) = (self.bias(&[gate, up])?, self.unmerged(&[gate, up])?);
+            return Ok(Ffn::Joint { both, bias, unmerged, down });
         }
         let last = matrices.split_off(1);
         let [first, second] = biases;
         Ok(Ffn::Gated {
-            gate: self.projection_of(matrices, first, self.beside(&[gate])?),
-            up: self.projection_of(last, second, self.beside(&[up])?),
+            gate: self.projection_of(matrices, first, self.unmerged(&[gate])?),
+            up: self.projection_of(last, second, self.unmerged(&[up])?),
             down,
         })
     }
@@ -330,20 +330,20 @@ impl<'a> Loader<'a> {
         {
             matrices = vec![Matrix::Dense(Tensor::cat(all, 0))];
         }
-        Ok(self.projection_of(matrices, self.bias(slots)?, self.beside(slots)?))
+        Ok(self.projection_of(matrices, self.bias(slots)?, self.unmerged(slots)?))
     }
 
     fn projection_of(
         &self,
         matrices: Vec<Matrix>,
         bias: Option<Tensor<1>>,
-        beside: Option<Beside>,
+        unmerged: Option<UnmergedLora>,
     ) -> Projection {
-        Projection { matrices, bias, tf32: self.options.tf32, beside }
+        Projection { matrices, bias, tf32: self.options.tf32, unmerged }
     }
 
     /// Returns the unmerged LoRA of those `slots` that are quantised.
-    fn beside(&self, slots: &[Slot]) -> Result<Option<Beside>, Error> {
+    fn unmerged(&self, slots: &[Slot]) -> Result<Option<UnmergedLora>, Error> {
         let (Source::Files(weights), Some(adapter)) = (self.source, self.adapter) else {
             return Ok(None);
         };
@@ -376,7 +376,10 @@ impl<'a> Loader<'a> {
                 to.iter_mut().zip(values).for_each(|(to, value)| *to = value * own.scale as f32);
             }
         }
-        Ok(Some(Beside { a: self.factor(&a, [columns, k]), b: self.factor(&b, [n, columns]) }))
+        Ok(Some(UnmergedLora {
+            a: self.factor(&a, [columns, k]),
+            b: self.factor(&b, [n, columns]),
+        }))
     }
 
     /// Loads quantised matrices, joined if possible.

@@ -18,7 +18,6 @@
 //! Projections with the same input are one matmul if their weights allow it: queries, keys and values always
 //! if dense, gate and up in 4 bits.
 
-mod beside;
 mod cache;
 mod cells;
 mod load;
@@ -27,6 +26,7 @@ mod precompile;
 mod projection;
 mod step;
 mod train;
+mod unmerged_lora;
 mod warnings;
 
 use std::ops::Range;

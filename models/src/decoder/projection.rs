@@ -10,7 +10,7 @@ use ops::{
 };
 use quant::WeightFormat;
 
-use super::beside::Beside;
+use super::unmerged_lora::UnmergedLora;
 use crate::Error;
 
 /// Largest number of f32 rows that is as fast as tf32, because reading the weight dominates.
@@ -33,7 +33,7 @@ pub(super) struct Projection {
     /// See [`LoadOptions::tf32`](super::LoadOptions::tf32).
     pub(super) tf32: bool,
     /// Unmerged LoRA.
-    pub(super) beside: Option<Beside>,
+    pub(super) unmerged: Option<UnmergedLora>,
 }
 
 /// The feed-forward block.
@@ -50,7 +50,7 @@ pub(super) enum Ffn {
         both: QuantizedWeight,
         bias: Option<Tensor<1>>,
         /// Unmerged LoRA of both.
-        beside: Option<Beside>,
+        unmerged: Option<UnmergedLora>,
         down: Projection,
     },
     Plain {
@@ -119,12 +119,12 @@ impl Projection {
 
     pub(super) fn bytes(&self) -> u64 {
         let own: u64 = self.matrices.iter().map(Matrix::bytes).sum();
-        own + self.beside.as_ref().map_or(0, Beside::bytes)
+        own + self.unmerged.as_ref().map_or(0, UnmergedLora::bytes)
     }
 
     /// Returns the columns of the unmerged LoRA.
     pub(super) fn columns(&self) -> usize {
-        self.beside.as_ref().map_or(0, Beside::columns)
+        self.unmerged.as_ref().map_or(0, UnmergedLora::columns)
     }
 
     fn rows(&self) -> usize {
@@ -142,7 +142,7 @@ impl Projection {
         x: &Tensor<2>,
         kind: NormKind,
     ) -> Result<bool, OpError> {
-        if self.beside.is_some() {
+        if self.unmerged.is_some() {
             return Ok(false);
         }
         for matrix in &self.matrices {
@@ -161,13 +161,13 @@ impl Projection {
         x: Tensor<2>,
         epilogue: Epilogue<2>,
     ) -> Result<Tensor<2>, OpError> {
-        let Some(beside) = &self.beside else { return self.matrices_of(ctx, x, epilogue) };
+        let Some(unmerged) = &self.unmerged else { return self.matrices_of(ctx, x, epilogue) };
         let Some(activation) = epilogue.activation else {
-            let residual = Some(beside.of(ctx, x.clone(), epilogue.residual)?);
+            let residual = Some(unmerged.of(ctx, x.clone(), epilogue.residual)?);
             return self.matrices_of(ctx, x, Epilogue { residual, ..epilogue });
         };
         // The activation applies to the sum with the LoRA.
-        let residual = Some(beside.of(ctx, x.clone(), None)?);
+        let residual = Some(unmerged.of(ctx, x.clone(), None)?);
         let plain = Epilogue { residual, activation: None, gate: None, ..epilogue };
         let y = activate(self.matrices_of(ctx, x, plain)?, activation, epilogue.gate)?;
         Ok(match epilogue.residual {
@@ -243,8 +243,8 @@ impl Ffn {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Gated { gate, up, down } => gate.bytes() + up.bytes() + down.bytes(),
-            Self::Joint { both, beside, down, .. } => {
-                both.bytes() + beside.as_ref().map_or(0, Beside::bytes) + down.bytes()
+            Self::Joint { both, unmerged, down, .. } => {
+                both.bytes() + unmerged.as_ref().map_or(0, UnmergedLora::bytes) + down.bytes()
             }
             Self::Plain { up, down } => up.bytes() + down.bytes(),
         }
@@ -254,8 +254,8 @@ impl Ffn {
     pub(super) fn columns(&self) -> usize {
         match self {
             Self::Gated { gate, up, down } => gate.columns().max(up.columns()).max(down.columns()),
-            Self::Joint { beside, down, .. } => {
-                beside.as_ref().map_or(0, Beside::columns).max(down.columns())
+            Self::Joint { unmerged, down, .. } => {
+                unmerged.as_ref().map_or(0, UnmergedLora::columns).max(down.columns())
             }
             Self::Plain { up, down } => up.columns().max(down.columns()),
         }
@@ -281,7 +281,7 @@ impl Ffn {
             Self::Gated { gate, up, .. } => {
                 Ok(gate.takes_norm(ctx, x, kind)? && up.takes_norm(ctx, x, kind)?)
             }
-            Self::Joint { beside: Some(_), .. } => Ok(false),
+            Self::Joint { unmerged: Some(_), .. } => Ok(false),
             Self::Joint { both, .. } => both.takes_norm(ctx, x, kind, true),
             Self::Plain { up, .. } => up.takes_norm(ctx, x, kind),
         }
@@ -296,7 +296,7 @@ impl Ffn {
         norm: Option<RowNorm>,
         activation: Activation,
     ) -> Result<(Tensor<2>, &Projection), OpError> {
-        if let Self::Joint { beside: Some(_), .. } = self {
+        if let Self::Joint { unmerged: Some(_), .. } = self {
             return self.inner_with(ctx, y, activation, |_| Ok(None));
         }
         let activation = Some(activation);
@@ -337,11 +337,11 @@ impl Ffn {
                 let up = of(up, gate.rows())?;
                 (activate(of(gate, 0)?, activation, Some(up))?, down)
             }
-            Self::Joint { both, bias, beside, down } => {
+            Self::Joint { both, bias, unmerged, down } => {
                 let rows = both.shape()[0];
                 let mut residual = more(0..rows)?;
-                if let Some(beside) = beside {
-                    residual = Some(beside.of(ctx, y.clone(), residual)?);
+                if let Some(unmerged) = unmerged {
+                    residual = Some(unmerged.of(ctx, y.clone(), residual)?);
                 }
                 let epilogue = Epilogue { bias: bias.clone(), residual, ..Epilogue::default() };
                 let both = quantized_linear(ctx, y, both, epilogue)?;
