@@ -204,7 +204,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             cosine: args.cosine.then_some(steps),
         },
         weight_decay: args.weight_decay,
-        clip: (args.clip > 0.0).then_some(args.clip),
+        max_grad_norm: (args.clip > 0.0).then_some(args.clip),
         seed: args.seed,
         recompute,
     };

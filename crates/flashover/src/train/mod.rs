@@ -39,7 +39,7 @@ pub struct TrainOptions {
     /// What AdamW takes off the values, as a share of the learning rate.
     pub weight_decay: f64,
     /// A longer gradient is cut to this length; none is left as it is.
-    pub clip: Option<f64>,
+    pub max_grad_norm: Option<f64>,
     /// Of the values that A begins with.
     pub seed: u64,
     /// What is kept of a layer for its gradients.
@@ -53,7 +53,7 @@ impl Default for TrainOptions {
             lora: LoraOptions::default(),
             schedule: Schedule::constant(2e-4),
             weight_decay: 0.0,
-            clip: Some(1.0),
+            max_grad_norm: Some(1.0),
             seed: 0,
             recompute: Recompute::Layers,
         }
@@ -305,8 +305,8 @@ impl Trainer {
     fn take(&mut self, values: Tensor<1>, gradient: Tensor<1>, length: f64, learning_rate: f64) {
         let _optimizer = trace::span(|| "optimizer");
         let _stream_guard = ops::stream_guard();
-        let gradient = match self.options.clip {
-            Some(clip) if length > clip => gradient * (clip / length),
+        let gradient = match self.options.max_grad_norm {
+            Some(max_grad_norm) if length > max_grad_norm => gradient * (max_grad_norm / length),
             _ => gradient,
         };
         self.values = None;
@@ -420,7 +420,7 @@ impl TrainOptions {
         let rules = [
             ("learning rate", self.schedule.learning_rate, true),
             ("weight decay", self.weight_decay, false),
-            ("clip", self.clip.unwrap_or(1.0), true),
+            ("clip", self.max_grad_norm.unwrap_or(1.0), true),
         ];
         for (name, value, above) in rules {
             if !(positive(value) || (!above && value == 0.0)) {

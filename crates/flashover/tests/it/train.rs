@@ -110,7 +110,10 @@ fn options_that_mean_nothing_are_refused() {
     assert!(
         refused(TrainOptions { weight_decay: -0.1, ..options(4, 1e-3) }).contains("weight decay")
     );
-    assert!(refused(TrainOptions { clip: Some(0.0), ..options(4, 1e-3) }).contains("clip is 0"));
+    assert!(
+        refused(TrainOptions { max_grad_norm: Some(0.0), ..options(4, 1e-3) })
+            .contains("clip is 0")
+    );
     assert!(refused(options(0, 1e-3)).contains("rank 0"));
     let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
     assert!(matches!(trainer.step(&[]), Err(TrainError::Model(_))));
