@@ -43,7 +43,7 @@ pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use memory::Memory;
-use projection::{Ffn, Projection, read_last};
+use projection::{Ffn, Projection, synchronize};
 use step::Step;
 pub use train::{Adaptation, Example, Learned, Recompute};
 
@@ -138,14 +138,14 @@ impl Decoder {
     /// [`Error::Failed`].
     pub fn check_allocation(&self) -> Result<(), Error> {
         let _stream_guard = ops::stream_guard();
-        read_last(&self.embedding)?;
-        self.positions.as_ref().map_or(Ok(()), read_last)?;
+        synchronize(&self.embedding)?;
+        self.positions.as_ref().map_or(Ok(()), synchronize)?;
         for Layer { qkv, out, ffn, .. } in &self.layers {
-            qkv.settle()?;
-            out.settle()?;
-            ffn.settle()?;
+            qkv.check_allocation()?;
+            out.check_allocation()?;
+            ffn.check_allocation()?;
         }
-        self.head.settle()
+        self.head.check_allocation()
     }
 
     /// Returns the precision of the model; for mixed weight formats, the one with the most work.
@@ -254,7 +254,7 @@ impl Decoder {
     ) -> Result<(), E> {
         let _stream_guard = ops::stream_guard();
         let seq = self.check(cache, tokens)?;
-        let whole = self.rotated_anew(cache, tokens, seq)?;
+        let whole = self.tokens_to_reprefill(cache, tokens, seq)?;
         let before = cache.lengths();
         let passed = match &whole {
             None => self.chunks(cache, tokens, 0, rows, each),
@@ -268,7 +268,7 @@ impl Decoder {
 
     /// Returns all tokens of a sequence for a re-prefill, with its cache cleared. None if the frequencies of
     /// its cached keys are right for `seq` more tokens.
-    fn rotated_anew(
+    fn tokens_to_reprefill(
         &self,
         cache: &mut KvCache,
         tokens: &[&[u32]],

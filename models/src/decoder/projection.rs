@@ -60,7 +60,7 @@ pub(super) enum Ffn {
 }
 
 /// Reads the last row of a tensor, which waits for it.
-pub(super) fn read_last<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Result<(), Error> {
+pub(super) fn synchronize<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Result<(), Error> {
     let rows = tensor.dims()[0];
     let last = tensor.clone().slice_dim(0, rows - 1..rows).try_into_data();
     last.map(drop).map_err(|why| Error::Failed(format!("{why:?}")))
@@ -83,10 +83,10 @@ impl Matrix {
     }
 
     /// See [`Decoder::check_allocation`](super::Decoder::check_allocation).
-    fn settle(&self) -> Result<(), Error> {
+    fn check_allocation(&self) -> Result<(), Error> {
         match self {
-            Self::Dense(weight) => read_last(weight),
-            Self::Quantized(weight) => read_last(&weight.codes()),
+            Self::Dense(weight) => synchronize(weight),
+            Self::Quantized(weight) => synchronize(&weight.codes()),
         }
     }
 
@@ -131,8 +131,8 @@ impl Projection {
         self.matrices.iter().map(Matrix::rows).sum()
     }
 
-    pub(super) fn settle(&self) -> Result<(), Error> {
-        self.matrices.iter().try_for_each(Matrix::settle)
+    pub(super) fn check_allocation(&self) -> Result<(), Error> {
+        self.matrices.iter().try_for_each(Matrix::check_allocation)
     }
 
     /// Returns true if every matmul fuses the norm of x, and nothing else reads x.
@@ -261,11 +261,11 @@ impl Ffn {
         }
     }
 
-    pub(super) fn settle(&self) -> Result<(), Error> {
-        let all = |parts: &[&Projection]| parts.iter().try_for_each(|part| part.settle());
+    pub(super) fn check_allocation(&self) -> Result<(), Error> {
+        let all = |parts: &[&Projection]| parts.iter().try_for_each(|part| part.check_allocation());
         match self {
             Self::Gated { gate, up, down } => all(&[gate, up, down]),
-            Self::Joint { both, down, .. } => read_last(&both.codes()).and_then(|()| down.settle()),
+            Self::Joint { both, down, .. } => synchronize(&both.codes()).and_then(|()| down.check_allocation()),
             Self::Plain { up, down } => all(&[up, down]),
         }
     }

@@ -75,7 +75,7 @@ impl Engine {
         };
         let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, load, progress)?;
         precompilation.finish();
-        Self::settled(Inner {
+        Self::finish_loading(Inner {
             reader,
             device: device.clone(),
             decoder,
@@ -107,7 +107,7 @@ impl Engine {
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let Prepared { planned, load } = prepared;
         let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
-        Self::settled(Inner {
+        Self::finish_loading(Inner {
             reader: Reader::of_shape(shape, planned.config.clone()),
             device: device.clone(),
             decoder,
@@ -119,7 +119,7 @@ impl Engine {
     }
 
     /// Checks the allocations of a loaded engine, and frees the memory that only loading needed.
-    fn settled(loaded: Inner) -> Result<Self, LoadError> {
+    fn finish_loading(loaded: Inner) -> Result<Self, LoadError> {
         let engine = Self(Arc::new(loaded));
         let allocated = engine.decoder().check_allocation();
         allocated.map_err(|why| engine.allocation_error::<LoadError>(why))?;
