@@ -42,9 +42,9 @@ mod memory;
 mod norm;
 mod offsets;
 mod quantized;
-mod refresh;
 mod rope;
 mod sample;
+mod update_inputs;
 mod upload;
 mod words;
 
@@ -76,7 +76,7 @@ pub use quantized::{
     QuantizedLinear, QuantizedWeight, quantized_glu, quantized_glu_memory, quantized_linear,
     quantized_linear_memory,
 };
-pub use refresh::refresh;
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};
+pub use update_inputs::update_inputs;
 pub use upload::upload;

@@ -265,7 +265,9 @@ impl Ffn {
         let all = |parts: &[&Projection]| parts.iter().try_for_each(|part| part.check_allocation());
         match self {
             Self::Gated { gate, up, down } => all(&[gate, up, down]),
-            Self::Joint { both, down, .. } => synchronize(&both.codes()).and_then(|()| down.check_allocation()),
+            Self::Joint { both, down, .. } => {
+                synchronize(&both.codes()).and_then(|()| down.check_allocation())
+            }
             Self::Plain { up, down } => all(&[up, down]),
         }
     }
