@@ -103,7 +103,7 @@ pub enum Error {
         "there is nothing to learn in a batch\nhint: sequences of two tokens or more, and something after what they \
          begin with"
     )]
-    Lesson,
+    NothingToLearn,
     /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {

@@ -263,10 +263,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
         let batches = data.micro_batches(trainer.done(), batch, accumulate, args.seed);
-        ended = trainer.step_while(batches, || !interrupt::came()).map(|taught| {
-            if let Some(taught) = taught {
-                learned += taught.tokens;
-                told(&taught, steps, step.elapsed().as_secs_f64());
+        ended = trainer.step_while(batches, || !interrupt::came()).map(|metrics| {
+            if let Some(metrics) = metrics {
+                learned += metrics.tokens;
+                told(&metrics, steps, step.elapsed().as_secs_f64());
             }
         });
         let between = trainer.done() > 0 && trainer.done() < steps;
@@ -356,8 +356,8 @@ fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), Train
     Err(why)
 }
 
-fn told(taught: &StepMetrics, steps: usize, seconds: f64) {
-    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = taught;
+fn told(metrics: &StepMetrics, steps: usize, seconds: f64) {
+    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = metrics;
     let rate = *tokens as f64 / seconds;
     let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
     command::note!(

@@ -277,7 +277,7 @@ impl Trainer {
             self.engine.note_memory();
         }
         let (Some(loss), Some(gradient)) = (loss, gradient) else {
-            return Err(models::Error::Lesson.into());
+            return Err(models::Error::NothingToLearn.into());
         };
         let gradient = {
             let _stream_guard = ops::stream_guard();
@@ -287,10 +287,10 @@ impl Trainer {
         let loss = loss / tokens as f64;
         let learning_rate = self.options.schedule.rate(self.done);
         let step = self.done + 1;
-        let taught =
+        let metrics =
             |skipped| StepMetrics { step, loss, tokens, gradient: length, learning_rate, skipped };
         if !self.scale.took(length.is_finite()) {
-            return Ok(Some(taught(true)));
+            return Ok(Some(metrics(true)));
         }
         if !loss.is_finite() || !length.is_finite() {
             return Err(TrainError::Diverged { step });
@@ -298,7 +298,7 @@ impl Trainer {
         self.take(values, gradient, length, learning_rate);
         self.done = step;
         self.engine.note_memory();
-        Ok(Some(taught(false)))
+        Ok(Some(metrics(false)))
     }
 
     /// AdamW on a gradient of this length.
