@@ -47,7 +47,7 @@ pub struct FormatInfo {
     /// Name in command lines, records and tables.
     pub name: &'static str,
     /// Name of a loaded model's weights in records; formats with the same bits may share one.
-    pub held_as: &'static str,
+    pub precision_name: &'static str,
     /// Bits per code.
     pub bits: u32,
     /// Default block of elements that share a scale.
@@ -111,7 +111,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Nf4,
         FormatInfo {
             name: "nf4",
-            held_as: "4-bit",
+            precision_name: "4-bit",
             bits: 4,
             block: Block::Elements(64),
             scales: Scales::Nested,
@@ -126,7 +126,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Fp4,
         FormatInfo {
             name: "fp4",
-            held_as: "4-bit",
+            precision_name: "4-bit",
             bits: 4,
             block: Block::Elements(64),
             scales: Scales::Nested,
@@ -141,7 +141,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Int8,
         FormatInfo {
             name: "int8",
-            held_as: "int8",
+            precision_name: "int8",
             bits: 8,
             block: Block::Row,
             scales: Scales::F32,
@@ -156,7 +156,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Q8_0,
         FormatInfo {
             name: "q8_0",
-            held_as: "q8_0",
+            precision_name: "q8_0",
             bits: 8,
             block: Block::Elements(32),
             scales: Scales::F16,

@@ -293,9 +293,9 @@ impl Reader {
     }
 
     pub(super) fn workload(&self, asked: &[(&[u32], &Request)], completions: usize) -> Workload {
-        let rooms =
+        let contexts =
             asked.iter().map(|(prompt, request)| self.context_length(prompt.len(), request));
-        let context = rooms.max().unwrap_or(0);
+        let context = contexts.max().unwrap_or(0);
         if !self.decodes_together(context) {
             return Workload::new(1, context);
         }
