@@ -38,7 +38,7 @@ pub struct LoadOptions {
 }
 
 /// Returns the format of a layer's matrix on the device: the smaller of the file's format and `quant`.
-fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
+fn format_on_device(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
     match (stored.format(), quant.map(|quant| quant.format)) {
         (Some(own), Some(made)) if made.bits() < own.bits() => Some(made),
         (own, made) => own.or(made),
@@ -49,7 +49,7 @@ fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OnDevice {
     /// Format of the layers' matrices; for mixed formats, the one with the most work.
-    pub matrices: Option<WeightFormat>,
+    pub weight_format: Option<WeightFormat>,
     /// Bytes of all weights and of an unmerged LoRA. The absmax of 4-bit weights counts as nested.
     pub bytes: u128,
     /// See [`ModelPrecision::lora_columns`].
@@ -75,13 +75,13 @@ pub fn on_device(
         let Some(stored) = stored else { continue };
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
-        let matrices = held(quant, &stored.weight);
+        let weight_format = format_on_device(quant, &stored.weight);
         let (tf32, kv) = (options.tf32, options.kv);
-        let precision = ModelPrecision { dtype, tf32, matrices, kv, lora_columns: 0 };
+        let precision = ModelPrecision { dtype, tf32, weight_format, kv, lora_columns: 0 };
         bytes += precision.matrix_bytes(&stored.shape);
-        max = max.max(matrices);
+        max = max.max(weight_format);
         if param.side == Side::Weight
-            && matrices.is_some()
+            && weight_format.is_some()
             && let Some(adapter) = adapter
         {
             let (config, slot) = (weights.config(), param.slot);
@@ -91,7 +91,7 @@ pub fn on_device(
             bytes += ((a + n * columns) * burn::tensor::DType::from(dtype).size()) as u128;
         }
     }
-    Ok(OnDevice { matrices: max, bytes, lora_columns })
+    Ok(OnDevice { weight_format: max, bytes, lora_columns })
 }
 
 /// Progress of loading.
@@ -352,8 +352,8 @@ impl<'a> Loader<'a> {
         let (mut a, mut n, mut columns) = (Vec::new(), 0, 0);
         for slot in slots {
             let stored = weights.weight(*slot)?;
-            let held = held(self.options.quant, &stored.weight);
-            let own = adapter.of(self.config(), *slot).filter(|_| held.is_some());
+            let format = format_on_device(self.options.quant, &stored.weight);
+            let own = adapter.of(self.config(), *slot).filter(|_| format.is_some());
             if let Some(own) = own {
                 // Matrices of one tensor in the file share A.
                 let same = all.last().filter(|(_, _, last)| std::ptr::eq(last.a, own.a));
@@ -438,7 +438,7 @@ impl<'a> Loader<'a> {
                     if own.scheme().block != Block::Row && rows.start > 0 {
                         return Ok(None);
                     }
-                    let keeps = held(self.options.quant, &stored.weight) == Some(own);
+                    let keeps = format_on_device(self.options.quant, &stored.weight) == Some(own);
                     let weight = stored.weight.rows(rows);
                     let encoded = weight.encoded().expect("it has a format");
                     let mapped = |bytes: &[u8]| weights.checkpoint().mapped(bytes);

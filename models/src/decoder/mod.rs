@@ -151,11 +151,17 @@ impl Decoder {
     /// Returns the precision of the model; for mixed weight formats, the one with the most work.
     pub fn precision(&self) -> ModelPrecision {
         let of = |layer: &Layer| layer.qkv.format().max(layer.out.format()).max(layer.ffn.format());
-        let matrices = self.layers.iter().map(of).max().flatten();
+        let weight_format = self.layers.iter().map(of).max().flatten();
         let columns =
             |layer: &Layer| layer.qkv.columns().max(layer.out.columns()).max(layer.ffn.columns());
         let lora_columns = self.layers.iter().map(columns).max().unwrap_or(0);
-        ModelPrecision { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv, lora_columns }
+        ModelPrecision {
+            dtype: self.dtype,
+            tf32: self.tf32,
+            weight_format,
+            kv: self.kv,
+            lora_columns,
+        }
     }
 
     /// Returns the bytes of keys and values that a step of `batch` sequences of `positions` each reads. A

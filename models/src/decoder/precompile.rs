@@ -54,9 +54,9 @@ impl Decoder {
     fn distinct_layers(&self) -> Vec<usize> {
         let kind = |index: usize| {
             let (rules, layer) = (self.config.layers[index], &self.layers[index]);
-            let held = [layer.qkv.format(), layer.out.format(), layer.ffn.format()];
+            let formats = [layer.qkv.format(), layer.out.format(), layer.ffn.format()];
             let bytes = [layer.qkv.bytes(), layer.out.bytes(), layer.ffn.bytes()];
-            (rules.window, rules.rope, held, bytes)
+            (rules.window, rules.rope, formats, bytes)
         };
         let mut seen = Vec::new();
         (0..self.layers.len())

@@ -322,7 +322,7 @@ fn check_quantised(name: &str, quant: Scheme, quantize: impl Fn(&mut Linear, usi
     let options =
         LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant), ..Default::default() };
     let (ours, prompt) = (load(name, options), golden(name).prompt);
-    assert_eq!(ours.precision().matrices, Some(quant.format));
+    assert_eq!(ours.precision().weight_format, Some(quant.format));
     let mut reference = decoder(&open(name));
     for block in &mut reference.blocks {
         let Block { query, key, value, out, gate, up, down, .. } = block;
@@ -362,7 +362,7 @@ fn weights_of_8_bits_stay_so() {
     let load = |quant: Option<WeightFormat>| {
         let quant = quant.map(WeightFormat::scheme);
         let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..Default::default() };
-        load("llama_int8", options).precision().matrices
+        load("llama_int8", options).precision().weight_format
     };
     let (int8, nf4) = (Some(WeightFormat::Int8), Some(WeightFormat::Nf4));
     assert_eq!(load(None), int8);

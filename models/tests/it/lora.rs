@@ -444,10 +444,14 @@ fn adapters_stay_beside_quantised_matrices() {
             assert!(gap <= 1e-4, "{name}: {gap:e}");
             // The planned bytes cover the loaded ones.
             let planned = on_device_of(&weights, Some(&adapter), &options);
-            let (held, plain) = (adapted.precision(), base.precision());
-            assert_eq!((planned.matrices, plain.lora_columns), (held.matrices, 0), "{name}");
+            let (precision, plain) = (adapted.precision(), base.precision());
+            assert_eq!(
+                (planned.weight_format, plain.lora_columns),
+                (precision.weight_format, 0),
+                "{name}"
+            );
             // Gate and up are one matmul, or two with fewer columns.
-            let columns = held.lora_columns;
+            let columns = precision.lora_columns;
             assert!((1..=planned.lora_columns).contains(&columns), "{name}: {columns}");
             let more = (adapted.weight_bytes() - base.weight_bytes()) as u128;
             let counted = planned.bytes - on_device_of(&weights, None, &options).bytes;

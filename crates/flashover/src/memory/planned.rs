@@ -30,9 +30,9 @@ const MAX_POSITIONS: usize = 1 << 24;
 impl PlannedModel {
     /// Returns this model with each smaller weight format, and the format's name.
     fn quantized(&self) -> impl Iterator<Item = (&'static str, Self)> {
-        let bits = self.precision.matrices.map_or(16, WeightFormat::bits);
+        let bits = self.precision.weight_format.map_or(16, WeightFormat::bits);
         WeightFormat::smaller_than(bits).map(|format| {
-            let precision = ModelPrecision { matrices: Some(format), ..self.precision };
+            let precision = ModelPrecision { weight_format: Some(format), ..self.precision };
             let weights = self.config.loaded_bytes(precision);
             (format.name(), Self { precision, weights, ..self.clone() })
         })
@@ -47,7 +47,7 @@ impl PlannedModel {
     }
 
     fn memory_profile(&self) -> MemoryProfile {
-        MemoryProfile::new(&self.device, self.precision.dtype, self.precision.matrices)
+        MemoryProfile::new(&self.device, self.precision.dtype, self.precision.weight_format)
     }
 
     /// Returns the usable bytes.
@@ -133,7 +133,7 @@ impl PlannedModel {
             reserve_bytes: self.budget.reserve_bytes,
             budget_bytes,
             dtype: compute_name(self.precision),
-            matrices: self.precision.matrices,
+            weight_format: self.precision.weight_format,
             kv: self.precision.kv,
             weights_bytes: narrowed(parts.weights),
             cache_bytes: narrowed(parts.kv_cache),
