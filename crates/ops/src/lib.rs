@@ -36,6 +36,7 @@ mod decode;
 mod embed;
 mod epilogue;
 mod error;
+mod int32_buffers;
 mod layout;
 mod matmul;
 mod memory;
@@ -46,7 +47,6 @@ mod rope;
 mod sample;
 mod update_inputs;
 mod upload;
-mod words;
 
 pub use activate::{activate, activate_memory};
 pub use allocation::check_allocation;

@@ -43,7 +43,7 @@ use crate::epilogue::Epilogue;
 use crate::layout::{Matrices, broadcast, fold};
 use crate::memory::bytes_of;
 use crate::norm::{NormOps, normalised};
-use crate::offsets::{Groups, words_on};
+use crate::offsets::{Groups, u32_buffer};
 use crate::{Ctx, MemoryProfile, OpError, OpMemory};
 
 pub(crate) use crate::activate::finish;
@@ -360,7 +360,7 @@ impl MatmulOps for CubeBackend {
             out: out.handle.clone(),
             norm: parts.norm_buffers(spec.norm),
             epilogue: parts.buffers(),
-            rows: spec.groups.as_ref().map(|groups| words_on(&lhs.client, groups.offsets())),
+            rows: spec.groups.as_ref().map(|groups| u32_buffer(&lhs.client, groups.offsets())),
         };
         let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;

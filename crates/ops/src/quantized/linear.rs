@@ -128,7 +128,7 @@ fn run<const D: usize>(
     let call = Call::of(ctx);
     let made = <Dispatch as QuantizedOps>::multiply_quantized(
         x,
-        weight.words(),
+        weight.packed(),
         parts,
         spec,
         call.clone(),
