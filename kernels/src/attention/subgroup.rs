@@ -40,7 +40,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scores::{Place, Region, Scores};
 use super::{Dims, Sequences, Steps};
-use crate::cooperative::{Corner, Tile, Word, load, put, read, zeros};
+use crate::cooperative::{Corner, Tile, U32x4, load, put, read, zeros};
 use crate::round::rounded;
 
 /// Tile sizes of the cooperative-matrix path.
@@ -173,9 +173,10 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
         terminate!();
     }
 
-    let mut keys = Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+    let mut keys =
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     let mut values =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     // [planes, rows, line]
     let mut shared_s = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
         comptime!((tile_q * line / 4) as usize),
@@ -211,7 +212,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
     let (first_tile, last_tile) = (first_key / tile_kv, last_key.div_ceil(tile_kv));
     let copies = comptime!(tile.copies());
-    let (mut next_k, mut next_v) = (Array::<Word>::new(copies), Array::<Word>::new(copies));
+    let (mut next_k, mut next_v) = (Array::<U32x4>::new(copies), Array::<U32x4>::new(copies));
     let mut corner_k = Corner {
         start: dims.k.at(here.from_kv, batch, kv_head),
         stride: dims.k.seq,
@@ -448,7 +449,7 @@ pub(super) fn fragments_of<F: Float, N: Size>(
 #[cube]
 pub(super) fn multiply<F: Float>(
     a: &Sequence<Matrix<F>>,
-    tile: &[Word],
+    tile: &[U32x4],
     scores: &mut [Vector<f32, Const<4>>],
     #[comptime] plan: SubgroupPlan,
 ) {
@@ -495,7 +496,7 @@ pub(super) fn multiply<F: Float>(
 pub(super) fn accumulate<F: Float>(
     acc: &Sequence<Matrix<f32>>,
     weights: &[Vector<F, Const<4>>],
-    tile: &[Word],
+    tile: &[U32x4],
     #[comptime] plan: SubgroupPlan,
 ) {
     let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);

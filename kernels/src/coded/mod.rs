@@ -19,7 +19,7 @@ pub(crate) use subgroup::{
     CodedProblem, Dims, SubgroupPlan, candidates, check, plan, subgroup_matmul,
 };
 
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
 
 /// A quantised weight `[n, k]`, row-major.
 #[cube]
@@ -42,7 +42,7 @@ pub(crate) trait Coded: CubeType {
     /// Dequantises a vector into a tile, from word `to` on. Values are rounded to bf16 by hand or converted
     /// to F.
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,

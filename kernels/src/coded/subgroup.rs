@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::Coded;
-use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
+use crate::cooperative::{self, Corner, Tile, U32x4, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish, IN_FLIGHT, Precision, plane_inst};
 use crate::round::rounded;
@@ -145,10 +145,10 @@ pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
     let tiles = comptime!(plan.config.tiles(plan.units(), plan.exact));
     let (tile_x, tile_w) = comptime!((tiles[0], tiles[1]));
     let mut shared_x =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_x.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile_x.vectors() as usize), 128usize);
     // The tile is reused for the results, which are smaller.
     let mut shared_w =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_w.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile_w.vectors() as usize), 128usize);
     let mut book = Shared::<[f32]>::new_slice(16usize);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
@@ -175,7 +175,7 @@ pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
         element: first * STEP,
         elements: dims.k,
     };
-    let mut next_x = Array::<Word>::new(comptime!(tile_x.copies()));
+    let mut next_x = Array::<U32x4>::new(comptime!(tile_x.copies()));
     let mut codes = Array::<u32>::new(comptime!(4 * plan.copies()));
     let mut scales = Array::<f32>::new(comptime!(plan.copies()));
     read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
@@ -323,7 +323,7 @@ fn read_codes<W: Coded>(
 /// Dequantises a unit's codes into the tile.
 #[cube]
 fn decode<W: Coded, F: Float>(
-    shared: &mut [Word],
+    shared: &mut [U32x4],
     codes: &Array<u32>,
     scales: &Array<f32>,
     book: &[f32],

@@ -42,7 +42,7 @@ use tune::Queue;
 
 use crate::coded::{ByteCoded, Coded, code_of, lifted};
 pub use crate::coded::{DequantizeConfig, GemvConfig};
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
 use crate::weight::InvalidWeight;
 
 /// An int8 weight `[n, k]`. Build it with [`Weight::new`], which checks it.
@@ -173,7 +173,7 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         _shared: &Array<f32>,
@@ -183,7 +183,7 @@ impl<NW: Size> Coded for Codes<NW> {
     ) {
         #[unroll]
         for half in 0..2usize {
-            let mut word = Word::new(0u32);
+            let mut word = U32x4::new(0u32);
             #[unroll]
             for part in 0..4usize {
                 let four = words[comptime!(4 * i + 2 * half + part / 2)];

@@ -42,7 +42,7 @@ pub use product::{
 pub use crate::coded::DequantizeConfig;
 use crate::coded::dequantize::{DequantizePlan, decode, widths};
 use crate::coded::{ByteCoded, Coded, code_of, lifted};
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
 use crate::elem::elem;
 use crate::fits::{limits, stores};
 use crate::launch::{index_width, launch};
@@ -248,7 +248,7 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
@@ -258,7 +258,7 @@ impl<NW: Size> Coded for Codes<NW> {
     ) {
         #[unroll]
         for half in 0..2usize {
-            let mut word = Word::new(0u32);
+            let mut word = U32x4::new(0u32);
             #[unroll]
             for part in 0..4usize {
                 let four = words[comptime!(4 * i + 2 * half + part / 2)];

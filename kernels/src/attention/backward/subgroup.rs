@@ -45,7 +45,7 @@ use crate::attention::subgroup::{
     Rows, SubgroupConfig, SubgroupPlan, accumulate, corner_of, fragments_of, multiply, store_rows,
 };
 use crate::attention::{Dims, Sequences};
-use crate::cooperative::{Corner, Word, put, read, zeros};
+use crate::cooperative::{Corner, U32x4, put, read, zeros};
 use crate::round::rounded;
 
 /// Comptime parameters of one kernel instance.
@@ -134,9 +134,9 @@ pub(super) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     };
 
     let mut tile_1 =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     let mut tile_2 =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     // [planes, rows, line]
     let mut shared_s = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
         comptime!((tile_own * line / 4) as usize),
@@ -213,7 +213,7 @@ pub(super) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
         at_2.line = at_1.line;
     }
     let copies = comptime!(tile.copies());
-    let (mut next_1, mut next_2) = (Array::<Word>::new(copies), Array::<Word>::new(copies));
+    let (mut next_1, mut next_2) = (Array::<U32x4>::new(copies), Array::<U32x4>::new(copies));
     read::<F, NI>(other_1, &mut next_1, &at_1, unit, tile);
     read::<F, NI>(other_2, &mut next_2, &at_2, unit, tile);
 

@@ -16,7 +16,7 @@
 use cubecl::prelude::*;
 
 use crate::coded::Coded;
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
 use crate::nf4::{Codes, code_shift};
 use crate::round::pack_bf16;
 
@@ -47,7 +47,7 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
@@ -58,7 +58,7 @@ impl<NW: Size> Coded for Codes<NW> {
         #[unroll]
         for w in 0..4usize {
             let eight = words[comptime!(4 * i + w)];
-            let mut word = Word::new(0u32);
+            let mut word = U32x4::new(0u32);
             #[unroll]
             for part in 0..4usize {
                 let (first, second) = comptime!((2 * part as u32, 2 * part as u32 + 1));
