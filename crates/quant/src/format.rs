@@ -97,12 +97,12 @@ const NF4: [f32; 16] = [
 /// Magnitudes of FP4 in bitsandbytes' order, then the same values negated; both zeros are positive.
 const FP4: [f32; 16] = {
     let magnitudes = [0.0, 0.0625 / 12.0, 8.0 / 12.0, 1.0, 4.0 / 12.0, 0.5, 2.0 / 12.0, 0.25];
-    let (mut book, mut i) = ([0.0; 16], 0);
+    let (mut values, mut i) = ([0.0; 16], 0);
     while i < 8 {
-        (book[i], book[i + 8]) = (magnitudes[i], 0.0 - magnitudes[i]);
+        (values[i], values[i + 8]) = (magnitudes[i], 0.0 - magnitudes[i]);
         i += 1;
     }
-    book
+    values
 };
 
 /// All formats, in listing order.
@@ -287,8 +287,8 @@ mod tests {
             assert_eq!(format.name().parse(), Ok(format));
             let FormatInfo { bits, codebook, .. } = format.info();
             assert_eq!(codebook.is_some(), *bits == 4, "{format}");
-            if let Some(book) = codebook {
-                let max = book.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+            if let Some(values) = codebook {
+                let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
                 assert_eq!(max, 1.0, "{format}");
             }
         }

@@ -116,7 +116,7 @@ impl FourBit {
     pub const ALL: [Self; 2] = [Self::Nf4, Self::Fp4];
 
     /// Returns the value of each code. Checkpoints contain their own codebook; decode them with that.
-    pub fn code_book(self) -> [f32; 16] {
+    pub fn codebook(self) -> [f32; 16] {
         match self {
             Self::Nf4 => NF4,
             Self::Fp4 => std::array::from_fn(|code| {
@@ -186,7 +186,7 @@ impl FourBit {
 /// # Errors
 /// [`Error::BlockSize`]; [`Error::Length`] if the shapes disagree.
 pub fn dequantize(
-    code_book: &[f32; 16],
+    codebook: &[f32; 16],
     codes: &[u8],
     absmax: &[f32],
     block_size: usize,
@@ -195,7 +195,7 @@ pub fn dequantize(
     check(block_size)?;
     length("codes", codes.len(), len.div_ceil(2))?;
     length("absmax", absmax.len(), len.div_ceil(block_size))?;
-    let value = |i| code_book[usize::from(nibble(codes, i))] * absmax[i / block_size];
+    let value = |i| codebook[usize::from(nibble(codes, i))] * absmax[i / block_size];
     Ok((0..len).into_par_iter().map(value).collect())
 }
 

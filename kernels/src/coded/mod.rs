@@ -25,7 +25,7 @@ use crate::cooperative::U32x4;
 #[cube]
 pub(crate) trait Coded: CubeType {
     /// Fills the codebook, 16 numbers, with the first units of a cube.
-    fn fill(this: &Self, book: &mut [f32], unit: u32);
+    fn fill(this: &Self, codebook: &mut [f32], unit: u32);
 
     /// Reads 16 bytes of codes, vector `vector` of row `row`, into words `4·i` to `4·i + 3`. Their shared
     /// scale goes to `shared[i]`.
@@ -46,7 +46,7 @@ pub(crate) trait Coded: CubeType {
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
-        book: &[f32],
+        codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     );

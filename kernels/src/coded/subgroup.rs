@@ -149,11 +149,11 @@ pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
     // The tile is reused for the results, which are smaller.
     let mut shared_w =
         Shared::<[U32x4]>::new_aligned_slice(comptime!(tile_w.vectors() as usize), 128usize);
-    let mut book = Shared::<[f32]>::new_slice(16usize);
+    let mut codebook = Shared::<[f32]>::new_slice(16usize);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
-    W::fill(weight, &mut book, unit);
+    W::fill(weight, &mut codebook, unit);
     // Neighbouring cubes share columns of y, and so read the same codes.
     let rows = dims.m.div_ceil(tile_m);
     let (block_m, block_n) = (CUBE_POS_X % rows, CUBE_POS_X / rows);
@@ -185,7 +185,7 @@ pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
     while step < end {
         sync_cube();
         put(&mut shared_x, &next_x, unit, tile_x);
-        decode::<W, F>(&mut shared_w, &codes, &scales, &book, unit, tile_w, plan);
+        decode::<W, F>(&mut shared_w, &codes, &scales, &codebook, unit, tile_w, plan);
         sync_cube();
         step += 1;
         // The read after the last tile is unused.
@@ -326,7 +326,7 @@ fn decode<W: Coded, F: Float>(
     shared: &mut [U32x4],
     codes: &Array<u32>,
     scales: &Array<f32>,
-    book: &[f32],
+    codebook: &[f32],
     unit: u32,
     #[comptime] tile: Tile,
     #[comptime] plan: SubgroupPlan,
@@ -339,7 +339,7 @@ fn decode<W: Coded, F: Float>(
             // Words of 16-bit halves per vector of codes.
             let words = comptime!(16 / plan.bits);
             let to = vector / per_line * comptime!(tile.pitch()) + vector % per_line * words;
-            W::decode::<F>(shared, to, codes, scales, book, i, plan.bf16);
+            W::decode::<F>(shared, to, codes, scales, codebook, i, plan.bf16);
         }
     }
 }

@@ -154,7 +154,7 @@ pub(crate) struct Codes<NW: Size> {
 
 #[cube]
 impl<NW: Size> Coded for Codes<NW> {
-    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
+    fn fill(_this: &Self, _codebook: &mut [f32], _unit: u32) {}
 
     fn read(
         this: &Self,
@@ -177,7 +177,7 @@ impl<NW: Size> Coded for Codes<NW> {
         to: u32,
         words: &Array<u32>,
         _shared: &Array<f32>,
-        _book: &[f32],
+        _codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     ) {

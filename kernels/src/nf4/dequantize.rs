@@ -192,21 +192,21 @@ fn dequantize<E: Float, NW: Size, NO: Size>(
     #[define(E)] _dtype: ElemType,
 ) {
     if comptime!(plan.shared) {
-        let mut book = Shared::<[f32]>::new_slice(16usize);
+        let mut codebook = Shared::<[f32]>::new_slice(16usize);
         if UNIT_POS < 16 {
-            book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
+            codebook[UNIT_POS as usize] = weight.codebook[UNIT_POS as usize];
         }
         sync_cube();
-        decode::<E, NW, NO>(weight, &book, out, k, plan);
+        decode::<E, NW, NO>(weight, &codebook, out, k, plan);
     } else {
-        decode::<E, NW, NO>(weight, &weight.book, out, k, plan);
+        decode::<E, NW, NO>(weight, &weight.codebook, out, k, plan);
     }
 }
 
 #[cube]
 fn decode<E: Float, NW: Size, NO: Size>(
     weight: &Codes<NW>,
-    book: &[f32],
+    codebook: &[f32],
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
@@ -235,7 +235,7 @@ fn decode<E: Float, NW: Size, NO: Size>(
                     #[unroll]
                     for e in 0..width {
                         let shift = comptime!(code_shift((v * width + e) as u32));
-                        let value = book[((codes >> shift) & 15) as usize] * absmax;
+                        let value = codebook[((codes >> shift) & 15) as usize] * absmax;
                         let value =
                             if comptime!(plan.rounds) { round_to_bf16(value) } else { value };
                         values.insert(e, E::cast_from(value));

@@ -1,4 +1,4 @@
-//! 4-bit weights: `w[n, k] = book[code] · absmax[block]`, with blocks of 32 to 4096 neighbours.
+//! 4-bit weights: `w[n, k] = codebook[code] · absmax[block]`, with blocks of 32 to 4096 neighbours.
 //!
 //! ```text
 //!   quantise      absmax = max |w| of the block;  code = nearest codebook entry to w / absmax
@@ -32,7 +32,7 @@ pub use product::{
     Nf4MatmulProblem, SharedConfig, StreamConfig, SubgroupConfig,
 };
 pub use quantize::{
-    CodeBook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
+    Codebook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
     quantize,
 };
 pub use weight::{
@@ -50,16 +50,16 @@ pub(crate) fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     let codes = crate::noise(queue, weight.words() as usize * 4, DType::U8, seed);
     let absmax_len = weight.absmax_bytes() as usize;
     let (absmax, nested) = if weight.nested {
-        let book: Vec<f32> = (0..256).map(|i| (i as f32 - 127.5) / 127.5).collect();
+        let codebook: Vec<f32> = (0..256).map(|i| (i as f32 - 127.5) / 127.5).collect();
         let scales = vec![[0.01f32, 0.04]; weight.groups() as usize].concat();
-        let nested = NestedBuffers { book: floats(&book), scales: floats(&scales) };
+        let nested = NestedBuffers { codebook: floats(&codebook), scales: floats(&scales) };
         (crate::noise(queue, absmax_len, DType::U8, seed + 1), Some(nested))
     } else {
         let value = |i: u64| 0.03 + 0.02 * ((i * 7 + seed) % 64) as f32 / 64.0;
         let bytes = (0..weight.absmax_len()).flat_map(|i| value(i).to_le_bytes());
         (queue.made(absmax_len, bytes), None)
     };
-    WeightBuffers { codes, absmax, book: floats(&CodeBook::Nf4.values()), nested }
+    WeightBuffers { codes, absmax, codebook: floats(&Codebook::Nf4.values()), nested }
 }
 
 /// Buffers of a weight as a kernel sees them, with codes in vectors of `N` words.
@@ -69,10 +69,10 @@ pub(crate) struct Codes<N: Size> {
     pub(crate) codes: Box<[Vector<u32, N>]>,
     /// Words: one f32 each, or four bytes each if nested.
     pub(crate) absmax: Box<[u32]>,
-    pub(crate) book: Box<[f32]>,
-    /// Codebook of nested absmax; if not nested, bound to `book`.
-    pub(crate) nested_book: Box<[f32]>,
-    /// Scales of nested absmax; if not nested, bound to `book`.
+    pub(crate) codebook: Box<[f32]>,
+    /// Codebook of nested absmax; if not nested, bound to `codebook`.
+    pub(crate) nested_codebook: Box<[f32]>,
+    /// Scales of nested absmax; if not nested, bound to `codebook`.
     pub(crate) scales: Box<[f32]>,
     #[cube(comptime)]
     pub(crate) plan: CodesPlan,
@@ -98,10 +98,12 @@ impl CodesPlan {
 
 impl<N: Size> CodesLaunch<N> {
     fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
-        let WeightBuffers { codes, absmax, book, nested } = buffers;
-        let (nested_book, scales) = match nested {
-            Some(nested) => ((&nested.book, 256), (&nested.scales, 2 * weight.groups() as usize)),
-            None => ((book, 16), (book, 16)),
+        let WeightBuffers { codes, absmax, codebook, nested } = buffers;
+        let (nested_codebook, scales) = match nested {
+            Some(nested) => {
+                ((&nested.codebook, 256), (&nested.scales, 2 * weight.groups() as usize))
+            }
+            None => ((codebook, 16), (codebook, 16)),
         };
         // SAFETY: the lengths follow from the weight.
         let buffer = |(handle, len): (&cubecl::server::Handle, usize)| unsafe {
@@ -110,8 +112,8 @@ impl<N: Size> CodesLaunch<N> {
         Self::new(
             buffer((codes, weight.words() as usize / width)),
             buffer((absmax, weight.absmax_bytes() as usize / 4)),
-            buffer((book, 16)),
-            buffer(nested_book),
+            buffer((codebook, 16)),
+            buffer(nested_codebook),
             buffer(scales),
             CodesPlan::of(weight),
         )
@@ -156,7 +158,7 @@ impl<N: Size> Codes<N> {
             let byte = (word >> (at % 4 * 8)) & 255;
             let group = 2 * (block / comptime!(NESTED_BLOCK)) as usize;
             let (scale, offset) = (self.scales[group], self.scales[group + 1]);
-            let scaled = self.nested_book[byte as usize] * scale;
+            let scaled = self.nested_codebook[byte as usize] * scale;
             f32::reinterpret(u32::reinterpret(scaled) ^ (k >> 31)) + offset
         } else {
             f32::reinterpret(self.absmax[at as usize])

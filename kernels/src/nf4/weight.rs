@@ -182,7 +182,7 @@ pub struct WeightBuffers {
     /// f32, or u8 if nested; padded to whole words.
     pub absmax: Handle,
     /// f32 `[16]`, the value of each code.
-    pub book: Handle,
+    pub codebook: Handle,
     /// Present if absmax is nested.
     pub nested: Option<NestedBuffers>,
 }
@@ -190,20 +190,22 @@ pub struct WeightBuffers {
 impl WeightBuffers {
     /// Takes buffers in the order of [`quantized`](crate::quantized).
     pub(crate) fn from_handles(handles: &[Handle]) -> Self {
-        let [codes, absmax, book, nested @ ..] = handles else {
+        let [codes, absmax, codebook, nested @ ..] = handles else {
             unreachable!("a 4-bit weight has codes, absmax and a codebook")
         };
         let nested = match nested {
-            [book, scales] => Some(NestedBuffers { book: book.clone(), scales: scales.clone() }),
+            [codebook, scales] => {
+                Some(NestedBuffers { codebook: codebook.clone(), scales: scales.clone() })
+            }
             _ => None,
         };
-        Self { codes: codes.clone(), absmax: absmax.clone(), book: book.clone(), nested }
+        Self { codes: codes.clone(), absmax: absmax.clone(), codebook: codebook.clone(), nested }
     }
 
     /// Returns the buffers in the order of [`WeightBuffers::from_handles`].
     pub(crate) fn into_handles(self) -> Vec<Handle> {
-        let nested = self.nested.into_iter().flat_map(|nested| [nested.book, nested.scales]);
-        [self.codes, self.absmax, self.book].into_iter().chain(nested).collect()
+        let nested = self.nested.into_iter().flat_map(|nested| [nested.codebook, nested.scales]);
+        [self.codes, self.absmax, self.codebook].into_iter().chain(nested).collect()
     }
 
     /// Allocates buffers for another weight with the same codebooks, without filling them.
@@ -212,9 +214,9 @@ impl WeightBuffers {
         Self {
             codes: client.empty(weight.words() as usize * 4),
             absmax: client.empty(weight.absmax_bytes() as usize),
-            book: self.book.clone(),
+            codebook: self.codebook.clone(),
             nested: self.nested.as_ref().map(|nested| NestedBuffers {
-                book: nested.book.clone(),
+                codebook: nested.codebook.clone(),
                 scales: client.empty(weight.groups() as usize * 8),
             }),
         }
@@ -232,7 +234,7 @@ impl WeightBuffers {
 #[derive(Debug, Clone)]
 pub struct NestedBuffers {
     /// f32 `[256]`, the value of each byte.
-    pub book: Handle,
+    pub codebook: Handle,
     /// f32 `[groups, 2]`: scale and offset of each 256 neighbouring blocks.
     pub scales: Handle,
 }
@@ -313,14 +315,14 @@ pub fn join(
     let weights: Vec<Weight> = parts.iter().map(|(weight, _)| *weight).collect();
     let joined = Weight::joined(&weights)?;
     let (_, buffers) = parts[0];
-    let books = |b: &WeightBuffers| {
-        let nested = b.nested.as_ref().map(|nested| nested.book.clone());
-        let handles = [b.book.clone()].into_iter().chain(nested).collect();
+    let codebooks = |b: &WeightBuffers| {
+        let nested = b.nested.as_ref().map(|nested| nested.codebook.clone());
+        let handles = [b.codebook.clone()].into_iter().chain(nested).collect();
         device.client().read(handles).map_err(|e| InvalidWeight::Device(format!("{e:?}")))
     };
-    let wanted = books(buffers)?;
+    let wanted = codebooks(buffers)?;
     for (_, other) in &parts[1..] {
-        if books(other)? != wanted {
+        if codebooks(other)? != wanted {
             return Err(InvalidWeight::Join { why: "their books differ" });
         }
     }

@@ -227,7 +227,7 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
 
 #[cube]
 impl<NW: Size> Coded for Codes<NW> {
-    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
+    fn fill(_this: &Self, _codebook: &mut [f32], _unit: u32) {}
 
     fn read(
         this: &Self,
@@ -252,7 +252,7 @@ impl<NW: Size> Coded for Codes<NW> {
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
-        _book: &[f32],
+        _codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     ) {

@@ -15,7 +15,7 @@ use kernels::int8::{Int8Quantize, QuantizeProblem};
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
-use kernels::nf4::{CodeBook, Nf4Matmul, Nf4MatmulProblem, Order, Weight, quantize};
+use kernels::nf4::{Codebook, Nf4Matmul, Nf4MatmulProblem, Order, Weight, quantize};
 use kernels::norm::{Norm, NormKind};
 use kernels::quantized::QuantizeError;
 use suite::KernelSuite;
@@ -208,7 +208,7 @@ fn a_weight_with_infinities_is_not_quantised() {
         values[1234] = bad.unwrap_or(-1.0);
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let handle = device.client().create_from_slice(&bytes);
-        let made = quantize(&device, &handle, weight, DType::F32, CodeBook::Nf4);
+        let made = quantize(&device, &handle, weight, DType::F32, Codebook::Nf4);
         match bad {
             None => drop(made.expect("finite")),
             Some(bad) => assert!(matches!(made, Err(QuantizeError::NotFinite)), "{bad}"),

@@ -6,7 +6,7 @@ use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionOptions, AttentionProblem, ScoreStrides};
 use kernels::int8::{Activations, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
-use kernels::nf4::{CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
+use kernels::nf4::{Codebook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
 use kernels::norm::NormKind;
 use kernels::{int8, nf4};
 use proptest::collection::vec;
@@ -214,11 +214,12 @@ fn steps_of_decoding_are_those_of_the_reference() {
 
 #[test]
 fn four_bit_codes_and_absmax_are_those_of_the_reference() {
-    let book = select(vec![CodeBook::Nf4, CodeBook::Fp4]);
-    let drawn = (four_bits(), dtype(), book, 0..999u64).prop_map(|(weight, dtype, book, seed)| {
-        let weight = nf4::Weight { order: Order::Rows, ..weight };
-        QuantizeCase { problem: nf4::QuantizeProblem { weight, dtype, book }, seed }
-    });
+    let codebook = select(vec![Codebook::Nf4, Codebook::Fp4]);
+    let drawn =
+        (four_bits(), dtype(), codebook, 0..999u64).prop_map(|(weight, dtype, codebook, seed)| {
+            let weight = nf4::Weight { order: Order::Rows, ..weight };
+            QuantizeCase { problem: nf4::QuantizeProblem { weight, dtype, codebook }, seed }
+        });
     each::<Nf4Quantize>(64, drawn);
 }
 

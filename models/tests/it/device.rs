@@ -292,10 +292,10 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
 
 /// Rounds a matrix to the reference's 4 bits.
 fn in_4_bits(linear: &mut Linear, _: usize) {
-    let book = FourBit::Nf4;
-    let blocks = book.quantize(&linear.weight, 64).expect("finite");
+    let four_bit = FourBit::Nf4;
+    let blocks = four_bit.quantize(&linear.weight, 64).expect("finite");
     linear.weight =
-        dequantize(&book.code_book(), &blocks.codes, &blocks.absmax, 64, linear.weight.len())
+        dequantize(&four_bit.codebook(), &blocks.codes, &blocks.absmax, 64, linear.weight.len())
             .expect("of these blocks");
 }
 

@@ -146,15 +146,15 @@ fn options(format: WeightFormat, block_size: u32, nested: bool) -> QuantizeOptio
 
 /// Compares the codes with those of the reference and returns the dequantised values. `values` is `[out, in]`.
 fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &str) -> Vec<f32> {
-    let book = match of.format {
+    let four_bit = match of.format {
         WeightFormat::Nf4 => reference::FourBit::Nf4,
         WeightFormat::Fp4 => reference::FourBit::Fp4,
         other => panic!("{name}: {other} has no book"),
     };
     let block_size = of.block_size as usize;
-    let want = book.quantize(values, block_size).expect("finite");
+    let want = four_bit.quantize(values, block_size).expect("finite");
     assert!(*weight.codes == want.codes, "{name}: codes");
-    assert_eq!(*weight.quant_map, book.code_book(), "{name}");
+    assert_eq!(*weight.quant_map, four_bit.codebook(), "{name}");
     let absmax = match &weight.absmax {
         Absmax::Plain(absmax) => {
             assert!(!of.nested && **absmax == want.absmax, "{name}: absmax");
@@ -171,7 +171,7 @@ fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &s
             nf4::unnest(&map, &blocks.codes, &blocks.absmax, offset).expect("lengths agree")
         }
     };
-    let map = book.code_book();
+    let map = four_bit.codebook();
     nf4::dequantize(&map, &want.codes, &absmax, block_size, values.len()).expect("lengths agree")
 }
 

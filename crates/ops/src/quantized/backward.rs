@@ -81,15 +81,15 @@ impl<B: QuantizedOps + MatmulOps, C: CheckpointStrategy> QuantizedOps for Autodi
 fn inner_packed<B: Backend, C: CheckpointStrategy>(
     packed: PackedWeight<Autodiff<B, C>>,
 ) -> PackedWeight<B> {
-    let PackedWeight { codes, absmax, book, nested_book, scales } = packed;
-    PackedWeight { codes, absmax, book, nested_book, scales }
+    let PackedWeight { codes, absmax, codebook, nested_codebook, scales } = packed;
+    PackedWeight { codes, absmax, codebook, nested_codebook, scales }
 }
 
 fn outer_packed<B: Backend, C: CheckpointStrategy>(
     packed: PackedWeight<B>,
 ) -> PackedWeight<Autodiff<B, C>> {
-    let PackedWeight { codes, absmax, book, nested_book, scales } = packed;
-    PackedWeight { codes, absmax, book, nested_book, scales }
+    let PackedWeight { codes, absmax, codebook, nested_codebook, scales } = packed;
+    PackedWeight { codes, absmax, codebook, nested_codebook, scales }
 }
 
 /// Applies the rest of an epilogue with ordinary ops; for a gated matmul, `sum` has the columns of both

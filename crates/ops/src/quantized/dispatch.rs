@@ -23,8 +23,8 @@ use crate::{Ctx, OpError};
 pub(crate) struct PackedWeight<B: Backend> {
     pub(super) codes: IntTensor<B>,
     pub(super) absmax: IntTensor<B>,
-    pub(super) book: IntTensor<B>,
-    pub(super) nested_book: IntTensor<B>,
+    pub(super) codebook: IntTensor<B>,
+    pub(super) nested_codebook: IntTensor<B>,
     pub(super) scales: IntTensor<B>,
 }
 
@@ -91,14 +91,14 @@ impl<B: Backend> PackedWeight<B> {
         let mut buffers = buffers.into_iter();
         let codes = buffers.next().expect("every weight has codes");
         let mut next = || buffers.next().unwrap_or_else(|| codes.clone());
-        let [absmax, book, nested_book, scales] = [next(), next(), next(), next()];
-        Self { codes, absmax, book, nested_book, scales }
+        let [absmax, codebook, nested_codebook, scales] = [next(), next(), next(), next()];
+        Self { codes, absmax, codebook, nested_codebook, scales }
     }
 
     /// Returns the buffers that `weight` has, in order.
     pub(super) fn buffers(self, weight: &Weight) -> Vec<IntTensor<B>> {
-        let Self { codes, absmax, book, nested_book, scales } = self;
-        let all = [codes, absmax, book, nested_book, scales];
+        let Self { codes, absmax, codebook, nested_codebook, scales } = self;
+        let all = [codes, absmax, codebook, nested_codebook, scales];
         all.into_iter().take(weight.buffer_bytes().len()).collect()
     }
 }

@@ -54,15 +54,15 @@ fn a_weight_comes_back_as_files_have_it() {
         let scheme = Scheme { format, block: Block::Elements(block_size), scales };
         let made = QuantizedWeight::quantize(&ctx, dense, scheme).expect("finite");
         let host = stored(&ctx, &made);
-        let book = match format {
+        let four_bit = match format {
             WeightFormat::Nf4 => reference::FourBit::Nf4,
             _ => reference::FourBit::Fp4,
         };
-        let want = book.quantize(&input, block_size as usize).expect("finite");
+        let want = four_bit.quantize(&input, block_size as usize).expect("finite");
         let Layout { shape: have, quant_type: of, .. } = &host.layout;
         assert_eq!((&have[..], *of), (&shape[..], format));
-        assert_eq!(host.quant_map[..], book.code_book());
-        let wrong = book.disagreement(&input, block_size as usize, &host.codes, 2);
+        assert_eq!(host.quant_map[..], four_bit.codebook());
+        let wrong = four_bit.disagreement(&input, block_size as usize, &host.codes, 2);
         assert_eq!(wrong.expect("as many codes"), None);
         let absmax = match &host.absmax {
             Absmax::Plain(absmax) => absmax.to_vec(),
@@ -78,7 +78,7 @@ fn a_weight_comes_back_as_files_have_it() {
         }
         let len = input.len();
         let meant =
-            nf4::dequantize(&book.code_book(), &host.codes, &absmax, block_size as usize, len);
+            nf4::dequantize(&four_bit.codebook(), &host.codes, &absmax, block_size as usize, len);
         let again = uploaded(&ctx, &host, &device).expect("as it was");
         let dense = again.dequantize(&ctx, FloatDType::F32).expect("f32");
         assert_eq!(values(dense), meant.expect("as many"));

@@ -41,7 +41,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Dims;
 use super::codes::{
-    AbsmaxFeed, HalfBook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
+    AbsmaxFeed, HalfCodebook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
     load_absmax, store_row,
 };
 use crate::matmul::{Finish, block_of};
@@ -165,8 +165,8 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         comptime!((plan.shared_bytes() / 16) as usize),
         128usize,
     );
-    let nested_book = shared_address(&mut shared);
-    let ring = nested_book + NESTED_BYTES;
+    let nested_codebook = shared_address(&mut shared);
+    let ring = nested_codebook + NESTED_BYTES;
     let end = ring + comptime!(stages * plan.stage_bytes());
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
@@ -189,8 +189,8 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         to = next_stage(to, ring, end, plan.stage_bytes());
     }
     let nested = first_nested(weight, unit);
-    let book = HalfBook::new(&weight.book, plan.bf16);
-    fill_nested(weight, nested, nested_book, unit, comptime!(config.units()));
+    let codebook = HalfCodebook::new(&weight.codebook, plan.bf16);
+    fill_nested(weight, nested, nested_codebook, unit, comptime!(config.units()));
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -216,10 +216,10 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let mut codes = Array::<u32>::new(8usize);
     let mut scales = Array::<u32>::new(4usize);
     load_codes(&mut codes, read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16);
-    load_scales(&mut scales, read, nested_book, 0u32, plane, lane, plan);
+    load_scales(&mut scales, read, nested_codebook, 0u32, plane, lane, plan);
     #[unroll]
     for slice in 0..8usize {
-        decode(&codes, &scales, &book, &mut right, 0usize, slice, plan.bf16);
+        decode(&codes, &scales, &codebook, &mut right, 0usize, slice, plan.bf16);
     }
     let mut left = Sequence::<Array<u32>>::new();
     #[unroll]
@@ -244,7 +244,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 // Past the last step this reads leftovers of an earlier one, which are never multiplied.
                 let from = read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
                 load_codes(&mut codes, from);
-                load_scales(&mut scales, read, nested_book, step + 1, plane, lane, plan);
+                load_scales(&mut scales, read, nested_codebook, step + 1, plane, lane, plan);
             }
             // Fragments of the first 16 of k, then of the other 16.
             #[unroll]
@@ -265,7 +265,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 for slice in
                     comptime!(4 * iteration / frags)..comptime!(4 * (iteration + 1) / frags)
                 {
-                    decode(&codes, &scales, &book, &mut right, 1 - half, slice, plan.bf16);
+                    decode(&codes, &scales, &codebook, &mut right, 1 - half, slice, plan.bf16);
                 }
                 let left = typed::<F, NF>(left.index(comptime!(iteration % SETS)), 0usize, 4usize);
                 #[unroll]
@@ -376,7 +376,7 @@ fn load_codes(codes: &mut Array<u32>, from: u32) {
 fn load_scales(
     scales: &mut Array<u32>,
     read: u32,
-    nested_book: u32,
+    nested_codebook: u32,
     step: u32,
     plane: u32,
     lane: u32,
@@ -387,7 +387,7 @@ fn load_scales(
         let place = comptime!(j as u32 / 2 * 16 + j as u32 % 2) + lane / 4 * 2;
         let at = read + comptime!(plan.absmax_at()) + plane * 128 + place * 4;
         let far = read + comptime!(plan.scales_at()) + plane * 256 + place * 8;
-        scales[j] = load_absmax(at, far, nested_book, step, plan.weight.nested, plan.bf16);
+        scales[j] = load_absmax(at, far, nested_codebook, step, plan.weight.nested, plan.bf16);
     }
 }
 
@@ -412,7 +412,7 @@ fn load_left<F: Float>(
 fn decode(
     codes: &Array<u32>,
     scales: &Array<u32>,
-    book: &HalfBook,
+    codebook: &HalfCodebook,
     right: &mut Sequence<Array<u32>>,
     #[comptime] half: usize,
     #[comptime] slice: usize,
@@ -420,7 +420,7 @@ fn decode(
 ) {
     let (j, bytes) = comptime!((slice / 2, slice % 2));
     let word = codes[comptime!(2 * j + half)];
-    let (first, second) = decode_pairs(word, scales[j], book, bytes, bf16);
+    let (first, second) = decode_pairs(word, scales[j], codebook, bytes, bf16);
     let pairs = right.index_mut(comptime!(4 * half + j));
     pairs[comptime!(2 * bytes)] = first;
     pairs[comptime!(2 * bytes + 1)] = second;

@@ -120,14 +120,14 @@ pub(crate) fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
     #[comptime] plan: GemvPlan,
 ) {
     if comptime!(plan.config.lanes > 1) {
-        let mut book = Shared::<[f32]>::new_slice(16usize);
+        let mut codebook = Shared::<[f32]>::new_slice(16usize);
         if UNIT_POS < 16 {
-            book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
+            codebook[UNIT_POS as usize] = weight.codebook[UNIT_POS as usize];
         }
         sync_cube();
-        multiply::<F, NX, NW, NO>(x, weight, &book, out, finish, norm, dims, plan);
+        multiply::<F, NX, NW, NO>(x, weight, &codebook, out, finish, norm, dims, plan);
     } else {
-        multiply::<F, NX, NW, NO>(x, weight, &weight.book, out, finish, norm, dims, plan);
+        multiply::<F, NX, NW, NO>(x, weight, &weight.codebook, out, finish, norm, dims, plan);
     }
 }
 
@@ -136,7 +136,7 @@ pub(crate) fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
 fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &Codes<NW>,
-    book: &[f32],
+    codebook: &[f32],
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     norm: &ComptimeOption<NormWeight<F, NX>>,
@@ -191,7 +191,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                         #[unroll]
                         for e in 0..8u32 {
                             let shift = comptime!(code_shift(e));
-                            let value = book[((word >> shift) & 15) as usize];
+                            let value = codebook[((word >> shift) & 15) as usize];
                             #[unroll]
                             for c in 0..columns {
                                 let i = comptime!(plan.place(r, c));
@@ -222,7 +222,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     let e = (flat % 8) as u32;
                     let code = (word >> (e / 2 * 8 + (1 - e % 2) * 4)) & 15;
                     let block = (flat / comptime!(weight.plan.block_size as usize)) as u32;
-                    let value = book[code as usize] * weight.absmax_at(block, block, dims.k);
+                    let value = codebook[code as usize] * weight.absmax_at(block, block, dims.k);
                     #[unroll]
                     for c in 0..columns {
                         let line = min(col + c, dims.m - 1) as usize * dims.k as usize;

@@ -45,7 +45,7 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
     let together = comptime!(plan.words);
     let (width, per_unit) = (dims.n / matrices, comptime!(rows / matrices));
     let chunks = dims.k / comptime!(8 * together);
-    let pairs = pairs_of(&weight.book);
+    let pairs = pairs_of(&weight.codebook);
     let mut first = (CUBE_POS_X * units + UNIT_POS) * per_unit;
     while first < width {
         let mut col = 0u32.runtime();
@@ -101,14 +101,14 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
 
 /// Returns the values of each byte: that of its high half, then that of its low half.
 #[cube]
-fn pairs_of(book: &[f32]) -> Array<Vector<f32, Const<2>>> {
+fn pairs_of(codebook: &[f32]) -> Array<Vector<f32, Const<2>>> {
     let mut pairs = Array::<Vector<f32, Const<2>>>::new(256usize);
     for byte in 0..256u32 {
         let mut pair = Vector::<f32, Const<2>>::new(0.0f32);
         #[unroll]
         for e in 0..2u32 {
             let code = (byte >> comptime!(code_shift(e))) & 15;
-            pair.insert(comptime!(e as usize), book[code as usize]);
+            pair.insert(comptime!(e as usize), codebook[code as usize]);
         }
         pairs[byte as usize] = pair;
     }

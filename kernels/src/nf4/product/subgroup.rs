@@ -1,4 +1,4 @@
-//! 4-bit weights for [`coded`](crate::coded): `book[code] · absmax` in f32, rounded once, as in a dense
+//! 4-bit weights for [`coded`](crate::coded): `codebook[code] · absmax` in f32, rounded once, as in a dense
 //! weight. The 32 codes of a vector share one absmax.
 //!
 //! Decoding takes one codebook read and about 10 instructions a code.
@@ -22,9 +22,9 @@ use crate::round::pack_bf16;
 
 #[cube]
 impl<NW: Size> Coded for Codes<NW> {
-    fn fill(this: &Self, book: &mut [f32], unit: u32) {
+    fn fill(this: &Self, codebook: &mut [f32], unit: u32) {
         if unit < 16 {
-            book[unit as usize] = this.book[unit as usize];
+            codebook[unit as usize] = this.codebook[unit as usize];
         }
     }
 
@@ -51,7 +51,7 @@ impl<NW: Size> Coded for Codes<NW> {
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
-        book: &[f32],
+        codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     ) {
@@ -62,8 +62,8 @@ impl<NW: Size> Coded for Codes<NW> {
             #[unroll]
             for part in 0..4usize {
                 let (first, second) = comptime!((2 * part as u32, 2 * part as u32 + 1));
-                let low = book[((eight >> comptime!(code_shift(first))) & 15) as usize];
-                let high = book[((eight >> comptime!(code_shift(second))) & 15) as usize];
+                let low = codebook[((eight >> comptime!(code_shift(first))) & 15) as usize];
+                let high = codebook[((eight >> comptime!(code_shift(second))) & 15) as usize];
                 let (low, high) = (low * shared[i], high * shared[i]);
                 if comptime!(bf16) {
                     word.insert(part, pack_bf16(low, high));

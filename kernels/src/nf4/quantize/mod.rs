@@ -45,14 +45,14 @@ pub struct Nf4Quantize;
 /// A codebook of 16 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum CodeBook {
+pub enum Codebook {
     /// Quantiles of the normal distribution.
     Nf4,
     /// FP4: one sign bit, two bits of exponent and one of mantissa, in bitsandbytes' order.
     Fp4,
 }
 
-impl CodeBook {
+impl Codebook {
     /// Returns the codebook of a 4-bit format, or None for other formats.
     pub const fn of(format: WeightFormat) -> Option<Self> {
         match format {
@@ -85,7 +85,8 @@ pub struct QuantizeProblem {
     pub weight: Weight,
     /// Type of the values.
     pub dtype: DType,
-    pub book: CodeBook,
+    #[serde(rename = "book")]
+    pub codebook: Codebook,
 }
 
 /// Launch shape of a quantisation.
@@ -118,7 +119,7 @@ impl Kernel for Nf4Quantize {
 
     fn bucket(p: &QuantizeProblem) -> String {
         let len = p.weight.len().next_power_of_two();
-        format!("{} {} b{} {len}", p.book.name(), p.dtype, p.weight.block_size)
+        format!("{} {} b{} {len}", p.codebook.name(), p.dtype, p.weight.block_size)
     }
 
     fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
@@ -231,10 +232,10 @@ pub fn quantize(
     values: &Handle,
     weight: Weight,
     dtype: DType,
-    book: CodeBook,
+    codebook: Codebook,
 ) -> Result<WeightBuffers, QuantizeError> {
     let rows = Weight { order: Order::Rows, ..weight };
-    let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, book };
+    let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, codebook };
     let config = match Nf4Quantize::candidates(device.profile(), &problem).first() {
         Some(config) => *config,
         None => Nf4Quantize::baseline(device.profile(), &problem)?,
@@ -263,8 +264,12 @@ pub fn quantize(
     } else {
         (operands.absmax, None)
     };
-    let quantized =
-        WeightBuffers { codes: operands.codes, absmax, book: floats(&book.values()), nested };
+    let quantized = WeightBuffers {
+        codes: operands.codes,
+        absmax,
+        codebook: floats(&codebook.values()),
+        nested,
+    };
     Ok(super::reorder(device, rows, &quantized, weight.order))
 }
 
@@ -283,14 +288,14 @@ fn address(p: &QuantizeProblem) -> AddressType {
 struct QuantizePlan {
     config: QuantizeConfig,
     block_size: u32,
-    book: CodeBook,
+    codebook: Codebook,
     /// True if a vector holds the eight values of a word, and a unit processes whole blocks.
     vectors: bool,
 }
 
 fn plan(p: &QuantizeProblem, c: &QuantizeConfig, width: usize) -> QuantizePlan {
     let vectors = c.lanes == 1 && width == 8;
-    QuantizePlan { config: *c, block_size: p.weight.block_size, book: p.book, vectors }
+    QuantizePlan { config: *c, block_size: p.weight.block_size, codebook: p.codebook, vectors }
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
@@ -351,7 +356,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                 let mut made = 0u32;
                 if comptime!(plan.vectors) {
                     let eight = Vector::<f32, NI>::cast_from(values[word as usize]);
-                    let eight = encode_vector(eight * Vector::new(inverse), plan.book);
+                    let eight = encode_vector(eight * Vector::new(inverse), plan.codebook);
                     #[unroll]
                     for e in 0..8u32 {
                         let code = eight.extract(comptime!(e as usize));
@@ -361,7 +366,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     let eight = load_eight(values, word);
                     #[unroll]
                     for e in 0..8u32 {
-                        let code = encode(eight[comptime!(e as usize)] * inverse, plan.book);
+                        let code = encode(eight[comptime!(e as usize)] * inverse, plan.codebook);
                         made |= code << comptime!(code_shift(e));
                     }
                 }
@@ -431,16 +436,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn books_ascend_and_hold_zero_and_one() {
+    fn codebooks_ascend_and_hold_zero_and_one() {
         let nested = nested_values();
         assert!(nested.windows(2).all(|w| w[0] < w[1]));
         assert_eq!((nested[127], nested[255]), (0.0, 1.0));
-        let nf4 = CodeBook::Nf4.values();
+        let nf4 = Codebook::Nf4.values();
         assert!(nf4.windows(2).all(|w| w[0] < w[1]));
         for (i, above) in NF4_ABOVE.into_iter().enumerate() {
             assert!(nf4[i] < above && above < nf4[i + 1], "{i}");
         }
-        let fp4 = CodeBook::Fp4.values();
+        let fp4 = Codebook::Fp4.values();
         let mut below = 0.0;
         for (above, code) in FP4_ABOVE {
             assert!(below < above && above < fp4[code as usize], "{code}");
@@ -455,7 +460,7 @@ mod tests {
             let arch = ArchProfile::recorded(name).expect("recorded");
             for block_size in [32, 64, 4096] {
                 let weight = Weight::new(37, 41, block_size, false).expect("valid");
-                let p = QuantizeProblem { weight, dtype: DType::Bf16, book: CodeBook::Nf4 };
+                let p = QuantizeProblem { weight, dtype: DType::Bf16, codebook: Codebook::Nf4 };
                 let found = Nf4Quantize::candidates(&arch, &p);
                 assert!(!found.is_empty(), "{name} {block_size}");
                 for c in found {

@@ -38,7 +38,7 @@ pub fn nest(
     let client = device.client();
     let (blocks, groups) = (weight.blocks() as usize, weight.groups() as usize);
     let codes = client.empty(blocks.next_multiple_of(4));
-    let book = client.create_from_slice(f32::as_bytes(&nested_values()));
+    let codebook = client.create_from_slice(f32::as_bytes(&nested_values()));
     let scales = client.empty(groups * 8);
     let alone = device.profile().cores().is_some();
     let (units, lanes) = if alone { (1, 1) } else { (64, 64) };
@@ -50,20 +50,20 @@ pub fn nest(
             cubes,
             CubeDim::new_1d(units),
             BufferArg::from_raw_parts(absmax.clone(), blocks),
-            BufferArg::from_raw_parts(book.clone(), 256),
+            BufferArg::from_raw_parts(codebook.clone(), 256),
             BufferArg::from_raw_parts(codes.clone(), blocks.div_ceil(4)),
             BufferArg::from_raw_parts(scales.clone(), groups * 2),
             offset,
             lanes,
         );
     }
-    (codes, NestedBuffers { book, scales })
+    (codes, NestedBuffers { codebook, scales })
 }
 
 #[cube(launch_unchecked)]
 fn nest_absmax(
     absmax: &[f32],
-    book: &[f32],
+    codebook: &[f32],
     codes: &mut [u32],
     scales: &mut [f32],
     offset: f32,
@@ -108,7 +108,7 @@ fn nest_absmax(
             for e in 0..4u32 {
                 let at = (word * 4 + e) as usize;
                 if at < absmax.len() && group_absmax > 0.0 {
-                    let code = encode_nested((absmax[at] - offset) * inverse, book);
+                    let code = encode_nested((absmax[at] - offset) * inverse, codebook);
                     made |= code << comptime!(8 * e);
                 }
             }
@@ -124,21 +124,21 @@ fn nest_absmax(
 /// Returns the nearest entry of an ascending codebook of 256 values, by bisection as in bitsandbytes
 /// (`dQuantize`). Half-way between two entries it returns the one tested last.
 #[cube]
-fn encode_nested(x: f32, book: &[f32]) -> u32 {
+fn encode_nested(x: f32, codebook: &[f32]) -> u32 {
     let mut pivot = 127u32.runtime();
     let mut lower = 0u32.runtime();
     let mut upper = 255u32.runtime();
     #[unroll]
     for i in 0..7u32 {
         let step = comptime!(64u32 >> i);
-        let above = x > book[pivot as usize];
+        let above = x > codebook[pivot as usize];
         lower = select(above, pivot, lower);
         upper = select(above, upper, pivot);
         pivot = select(above, pivot + step, pivot - step);
     }
-    let here = book[pivot as usize];
-    let next = (book[upper as usize] + here) * 0.5f32;
-    let last = (book[lower as usize] + here) * 0.5f32;
+    let here = codebook[pivot as usize];
+    let next = (codebook[upper as usize] + here) * 0.5f32;
+    let last = (codebook[lower as usize] + here) * 0.5f32;
     let above = select(x > next, upper, pivot);
     let below = select(x < last, lower, pivot);
     select(x > here, above, below)

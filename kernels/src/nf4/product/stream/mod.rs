@@ -178,8 +178,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
         128usize,
     );
     let table = shared_address(&mut shared);
-    let nested_book = table + TABLE_BYTES;
-    let sums = nested_book + NESTED_BYTES;
+    let nested_codebook = table + TABLE_BYTES;
+    let sums = nested_codebook + NESTED_BYTES;
     let factors = sums + comptime!(plan.sets() * plan.set_bytes());
     let squares = factors + SQUARES_BYTES;
 
@@ -208,7 +208,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     for span in 0..SPANS {
         load_codes(&mut prefetched, &addresses, first, span);
     }
-    let book = weight.book[(lane % 16) as usize];
+    let codebook = weight.codebook[(lane % 16) as usize];
     let nested = first_nested(weight, unit);
     let stage = Stage { table, sums, plane, lane };
     stage.copy(x, dims, own, quads, 0usize);
@@ -222,8 +222,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
         }
         ComptimeOption::None => {}
     }
-    fill_table(book, table, lane, plane, plan);
-    fill_nested(weight, nested, nested_book, unit, comptime!(plan.config.units()));
+    fill_table(codebook, table, lane, plane, plan);
+    fill_nested(weight, nested, nested_codebook, unit, comptime!(plan.config.units()));
     // Right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
     let mut fixed = Array::<u32>::new(comptime!(eights * SPANS * 8));
     stage.load::<F>(&mut fixed, 0usize);
@@ -275,7 +275,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                 (now, select(now + cubes < tiles, now + cubes, now))
             };
             if comptime!(plan.glu) || now < tiles {
-                let scales = decode_scales(&prefetched, nested_book, plan);
+                let scales = decode_scales(&prefetched, nested_codebook, plan);
                 load_scales(&mut prefetched, &addresses, next, plan);
                 let mut acc = Array::<f32>::new(comptime!(4 * eights));
                 #[unroll]
@@ -504,7 +504,7 @@ fn load_scales(
 #[cube]
 fn decode_scales(
     prefetched: &Prefetched,
-    nested_book: u32,
+    nested_codebook: u32,
     #[comptime] plan: StreamPlan,
 ) -> Array<f32> {
     let mut scales = Array::<f32>::new(comptime!(2 * SPANS));
@@ -516,8 +516,12 @@ fn decode_scales(
             if comptime!(plan.weight.nested) {
                 let byte = (prefetched.absmax[half] >> comptime!(8 * span as u32)) & 255;
                 let scale = prefetched.scales[comptime!(2 * half)];
-                scales[at] =
-                    unnest(nested_book, byte, scale, prefetched.scales[comptime!(2 * half + 1)]);
+                scales[at] = unnest(
+                    nested_codebook,
+                    byte,
+                    scale,
+                    prefetched.scales[comptime!(2 * half + 1)],
+                );
             } else {
                 scales[at] = f32::reinterpret(prefetched.absmax[at]);
             }
@@ -592,15 +596,15 @@ fn load_two_words(from: u64) -> Vector<u32, Const<2>> {
 
 /// Writes the pairs of the codebook for every unit of a plane. Unit i passes codebook value i % 16.
 #[cube]
-fn fill_table(book: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: StreamPlan) {
+fn fill_table(codebook: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: StreamPlan) {
     let size!(NP) = 2usize;
     let planes = comptime!(plan.config.planes);
     #[unroll]
     for i in 0..comptime!(256u32.div_ceil(planes)) {
         let byte = plane + comptime!(i * planes);
         let mut pair = Vector::<f32, NP>::new(0.0f32);
-        pair.insert(0usize, plane_shuffle(book, byte / 16 % 16));
-        pair.insert(1usize, plane_shuffle(book, byte % 16));
+        pair.insert(0usize, plane_shuffle(codebook, byte / 16 % 16));
+        pair.insert(1usize, plane_shuffle(codebook, byte % 16));
         if comptime!(256 % planes == 0) || byte < 256 {
             store_word(table + byte * 256 + lane * 4, pack_pair(pair, plan.bf16));
         }
