@@ -5,8 +5,8 @@
 //! codes: [ceil(len/2)] bytes, element 2j in the high half   absmax: [ceil(len/block_size)]
 //!   for each block b of block_size values, the last may be short:
 //!     absmax[b] = max|values[i]|
-//!     for each i in b: code[i] = nearest(code_book, values[i]·(1/absmax[b]))
-//!   values[i] ≈ code_book[code[i]]·absmax[b]
+//!     for each i in b: code[i] = nearest(codebook, values[i]·(1/absmax[b]))
+//!   values[i] ≈ codebook[code[i]]·absmax[b]
 //! nested: the absmax themselves, in blocks of 256, as bytes of a dynamic map
 //!   d = absmax - offset;  nested_absmax[c] = max|d|;  code[b] = nearest(map, d[b]·(1/nested_absmax[c]))
 //!   absmax[b] ≈ map[code[b]]·nested_absmax[b/256] + offset

@@ -82,7 +82,7 @@ fn four_bits_decode_to_the_same_numbers() {
 }
 
 #[test]
-fn code_books_are_ours_bit_by_bit() {
+fn codebooks_are_ours_bit_by_bit() {
     each_four_bit(|name, weight, _| {
         assert_eq!(bits(&weight.quant_map), bits(&format(weight).codebook()), "{name}");
         if let Absmax::Nested(nested) = &weight.absmax {

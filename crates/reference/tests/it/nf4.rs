@@ -11,7 +11,7 @@ fn nearest(codebook: &[f32], x: f32) -> f32 {
 }
 
 #[test]
-fn code_books_are_those_of_bitsandbytes() {
+fn codebooks_are_those_of_bitsandbytes() {
     let nf4 = FourBit::Nf4.codebook();
     assert!(nf4.is_sorted() && nf4[7].to_bits() == 0 && nf4[0] == -1.0 && nf4[15] == 1.0);
     // Bits of `get_4bit_type`.
