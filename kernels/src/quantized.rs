@@ -392,13 +392,13 @@ impl Weight {
 
 /// Maximum rows of x (of `dtype`) for which codes are multiplied directly. For more rows the weight may be
 /// dequantised first.
-pub fn coded_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32 {
+pub fn max_fused_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32 {
     match format {
         // int8 may be dequantised from 3 rows on; no shipped config does so for this few rows.
         WeightFormat::Nf4 | WeightFormat::Fp4 | WeightFormat::Int8 => {
-            Nf4Matmul::coded_rows(arch, dtype)
+            Nf4Matmul::max_fused_rows(arch, dtype)
         }
-        WeightFormat::Q8_0 => q8_0::CODED_ROWS,
+        WeightFormat::Q8_0 => q8_0::MAX_FUSED_ROWS,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Dequantises int8: out = round(code · scb / 127). Launches [`coded::dequantize`](crate::coded::dequantize)
+//! Dequantises int8: out = round(code · scb / 127). Launches [`dequant::dequantize`](crate::dequant::dequantize)
 //! with an 8-bit weight.
 
 use arch::{ArchProfile, DType};
@@ -8,9 +8,9 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::{Codes, CodesLaunch, Weight, WeightBuffers};
-use crate::coded::DequantizeConfig;
-use crate::coded::dequantize::{DequantizePlan, decode, widths};
+use super::{QuantizedValues, QuantizedValuesLaunch, Weight, WeightBuffers};
+use crate::dequant::DequantizeConfig;
+use crate::dequant::dequantize::{DequantizePlan, decode, widths};
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
 
@@ -115,7 +115,7 @@ pub(super) fn launch(
             address(p),
             words,
             width,
-            CodesLaunch::of(&p.weight, weight, words),
+            QuantizedValuesLaunch::of(&p.weight, weight, words),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             c.plan(queue.profile(), p.out),
@@ -135,13 +135,13 @@ fn address(p: &DequantizeProblem) -> AddressType {
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
     #[define(E)] _dtype: ElemType,
 ) {
-    decode::<Codes<NW>, E, NW, NO>(weight, out, k, plan);
+    decode::<QuantizedValues<NW>, E, NW, NO>(weight, out, k, plan);
 }
 
 #[cfg(test)]

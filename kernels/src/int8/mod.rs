@@ -40,9 +40,9 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::Queue;
 
-use crate::coded::{ByteCoded, Coded, code_of, lifted};
-pub use crate::coded::{DequantizeConfig, GemvConfig};
 use crate::cooperative::U32x4;
+use crate::dequant::{Dequantize, DequantizeBytes, code_of, lifted};
+pub use crate::dequant::{DequantizeConfig, GemvConfig};
 use crate::weight::InvalidWeight;
 
 /// An int8 weight `[n, k]`. Build it with [`Weight::new`], which checks it.
@@ -147,13 +147,13 @@ fn scale_by_row(code: f32, scb: f32, k: u32) -> f32 {
 
 /// Buffers of a weight as a kernel sees them.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<NW: Size> {
+pub(crate) struct QuantizedValues<NW: Size> {
     codes: Box<[Vector<u32, NW>]>,
     scb: Box<[f32]>,
 }
 
 #[cube]
-impl<NW: Size> Coded for Codes<NW> {
+impl<NW: Size> Dequantize for QuantizedValues<NW> {
     fn fill(_this: &Self, _codebook: &mut [f32], _unit: u32) {}
 
     fn read(
@@ -209,7 +209,7 @@ impl<NW: Size> Coded for Codes<NW> {
 }
 
 #[cube]
-impl<NW: Size> ByteCoded<NW> for Codes<NW> {
+impl<NW: Size> DequantizeBytes<NW> for QuantizedValues<NW> {
     fn vectors(this: &Self) -> u32 {
         this.codes.len() as u32
     }
@@ -235,7 +235,7 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
     }
 }
 
-impl<N: Size> CodesLaunch<N> {
+impl<N: Size> QuantizedValuesLaunch<N> {
     fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scb } = buffers;
         // SAFETY: the lengths follow from the weight.

@@ -48,10 +48,10 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, Int8Dequantize};
 use super::gemv;
-use super::mma::{self, BytesOperands, Codes, RoundedOperands};
+use super::mma::{self, BytesOperands, OperandForm, RoundedOperands};
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
 use super::subgroup;
-use crate::coded::{self, DequantizeConfig, GemvConfig, SubgroupConfig};
+use crate::dequant::{self, DequantizeConfig, GemvConfig, SubgroupConfig};
 use crate::elem::rounding;
 use crate::fits::{shape, stores};
 use crate::matmul::{
@@ -117,12 +117,12 @@ impl Int8MatmulProblem {
     }
 
     /// Returns the form in which codes reach `mma.sync`, and the matmul that counts elements in this form.
-    fn codes(&self, config: &Int8MatmulConfig) -> (Codes, MatmulProblem) {
+    fn operand_form(&self, config: &Int8MatmulConfig) -> (OperandForm, MatmulProblem) {
         match (config, self.rounding(config)) {
             (Int8MatmulConfig::Bytes(_), Some((rounding, _))) => {
-                (Codes::Bytes { outliers: rounding.outliers() }, self.pairs())
+                (OperandForm::Bytes { outliers: rounding.outliers() }, self.pairs())
             }
-            _ => (Codes::Halves { bf16: self.dtype == DType::Bf16 }, self.coded()),
+            _ => (OperandForm::Halves { bf16: self.dtype == DType::Bf16 }, self.paired_weight()),
         }
     }
 }
@@ -150,7 +150,7 @@ impl Kernel for Int8Matmul {
         let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
         let fused = mma::candidates_of_halves(arch, p).into_iter().map(Int8MatmulConfig::Fused);
         let bytes = mma::candidates_of_bytes(arch, p).into_iter().map(Int8MatmulConfig::Bytes);
-        let subgroups = coded::candidates(arch, &subgroup::coded(p));
+        let subgroups = dequant::candidates(arch, &subgroup::subgroup_problem(p));
         let subgroups = subgroups.into_iter().map(Int8MatmulConfig::Subgroup);
         let on_tensor_cores: Vec<_> =
             bytes.chain(fused).chain(subgroups).filter(feasible).collect();
@@ -175,7 +175,9 @@ impl Kernel for Int8Matmul {
             Int8MatmulConfig::Gemv(c) => c.check(arch, p.weight.n),
             Int8MatmulConfig::Fused(c) => mma::check_halves(arch, p, c),
             Int8MatmulConfig::Bytes(c) => mma::check_bytes(arch, p, c),
-            Int8MatmulConfig::Subgroup(c) => coded::check(arch, &subgroup::coded(p), c),
+            Int8MatmulConfig::Subgroup(c) => {
+                dequant::check(arch, &subgroup::subgroup_problem(p), c)
+            }
             Int8MatmulConfig::Dense(c) => {
                 Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.splits() > 1 {
@@ -257,8 +259,8 @@ impl Kernel for Int8Matmul {
             }
             Int8MatmulConfig::Subgroup(c) => subgroup::launch(queue, p, c, x, operands, scratch),
             Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) => {
-                let (codes, matmul) = p.codes(config);
-                let bytes = matches!(codes, Codes::Bytes { .. });
+                let (form, matmul) = p.operand_form(config);
+                let bytes = matches!(form, OperandForm::Bytes { .. });
                 let rounded = rounded.filter(|_| bytes).map(|(_, places)| {
                     let scratch = scratch.expect("a rounded x has its scratch");
                     RoundedOperands {
@@ -276,7 +278,7 @@ impl Kernel for Int8Matmul {
                     epilogue: &operands.epilogue,
                     partials: scratch,
                 };
-                mma::launch(queue, &matmul, *c, codes, &operands);
+                mma::launch(queue, &matmul, *c, form, &operands);
             }
         }
     }

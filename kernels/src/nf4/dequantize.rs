@@ -17,7 +17,7 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::{Codes, CodesLaunch, Weight, WeightBuffers, code_shift};
+use super::{QuantizedValues, QuantizedValuesLaunch, Weight, WeightBuffers, code_shift};
 use crate::elem::elem;
 use crate::fits::{limits, shape, stores};
 use crate::launch::{index_width, launch};
@@ -139,7 +139,7 @@ pub(super) fn launch(
             address(p),
             1,
             width,
-            CodesLaunch::of(&p.weight, weight, 1),
+            QuantizedValuesLaunch::of(&p.weight, weight, 1),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             plan(queue.profile(), p, c),
@@ -185,7 +185,7 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
@@ -205,7 +205,7 @@ fn dequantize<E: Float, NW: Size, NO: Size>(
 
 #[cube]
 fn decode<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     codebook: &[f32],
     out: &mut [Vector<E, NO>],
     k: u32,

@@ -64,7 +64,7 @@ pub(crate) fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
 
 /// Buffers of a weight as a kernel sees them, with codes in vectors of `N` words.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<N: Size> {
+pub(crate) struct QuantizedValues<N: Size> {
     /// Words of eight codes.
     pub(crate) codes: Box<[Vector<u32, N>]>,
     /// Words: one f32 each, or four bytes each if nested.
@@ -75,18 +75,18 @@ pub(crate) struct Codes<N: Size> {
     /// Scales of nested absmax; if not nested, bound to `codebook`.
     pub(crate) scales: Box<[f32]>,
     #[cube(comptime)]
-    pub(crate) plan: CodesPlan,
+    pub(crate) plan: QuantizedPlan,
 }
 
 /// Compile-time parameters of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct CodesPlan {
+pub(crate) struct QuantizedPlan {
     pub(crate) block_size: u32,
     pub(crate) nested: bool,
     pub(crate) tiles: bool,
 }
 
-impl CodesPlan {
+impl QuantizedPlan {
     const fn of(weight: &Weight) -> Self {
         Self {
             block_size: weight.block_size,
@@ -96,7 +96,7 @@ impl CodesPlan {
     }
 }
 
-impl<N: Size> CodesLaunch<N> {
+impl<N: Size> QuantizedValuesLaunch<N> {
     fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
         let WeightBuffers { codes, absmax, codebook, nested } = buffers;
         let (nested_codebook, scales) = match nested {
@@ -115,13 +115,13 @@ impl<N: Size> CodesLaunch<N> {
             buffer((codebook, 16)),
             buffer(nested_codebook),
             buffer(scales),
-            CodesPlan::of(weight),
+            QuantizedPlan::of(weight),
         )
     }
 }
 
 #[cube]
-impl<N: Size> Codes<N> {
+impl<N: Size> QuantizedValues<N> {
     /// Returns eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they
     /// form word `word`. Needs `N` = 1.
     pub(crate) fn word(&self, word: u32, row: u32, chunk: u32, k: u32) -> u32 {

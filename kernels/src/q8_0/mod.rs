@@ -34,15 +34,15 @@ use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-pub(crate) use product::CODED_ROWS;
+pub(crate) use product::MAX_FUSED_ROWS;
 pub use product::{
     DenseConfig, Q8_0Matmul, Q8_0MatmulConfig, Q8_0MatmulOperands, Q8_0MatmulProblem,
 };
 
-pub use crate::coded::DequantizeConfig;
-use crate::coded::dequantize::{DequantizePlan, decode, widths};
-use crate::coded::{ByteCoded, Coded, code_of, lifted};
 use crate::cooperative::U32x4;
+pub use crate::dequant::DequantizeConfig;
+use crate::dequant::dequantize::{DequantizePlan, decode, widths};
+use crate::dequant::{Dequantize, DequantizeBytes, code_of, lifted};
 use crate::elem::elem;
 use crate::fits::{limits, stores};
 use crate::launch::{index_width, launch};
@@ -169,13 +169,13 @@ impl WeightBuffers {
 
 /// Buffers of a weight as a kernel sees them, with codes in vectors of `NW` words.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<NW: Size> {
+pub(crate) struct QuantizedValues<NW: Size> {
     codes: Box<[Vector<u32, NW>]>,
     /// Words of two scales each.
     scales: Box<[u32]>,
 }
 
-impl<NW: Size> CodesLaunch<NW> {
+impl<NW: Size> QuantizedValuesLaunch<NW> {
     fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scales } = buffers;
         // SAFETY: the lengths follow from the weight.
@@ -189,7 +189,7 @@ impl<NW: Size> CodesLaunch<NW> {
 }
 
 #[cube]
-impl<NW: Size> Codes<NW> {
+impl<NW: Size> QuantizedValues<NW> {
     /// Returns the scale of a block.
     fn scale(&self, block: usize) -> f32 {
         let word = self.scales[block / 2];
@@ -198,7 +198,7 @@ impl<NW: Size> Codes<NW> {
 }
 
 #[cube]
-impl<NW: Size> ByteCoded<NW> for Codes<NW> {
+impl<NW: Size> DequantizeBytes<NW> for QuantizedValues<NW> {
     fn vectors(this: &Self) -> u32 {
         this.codes.len() as u32
     }
@@ -226,7 +226,7 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
 }
 
 #[cube]
-impl<NW: Size> Coded for Codes<NW> {
+impl<NW: Size> Dequantize for QuantizedValues<NW> {
     fn fill(_this: &Self, _codebook: &mut [f32], _unit: u32) {}
 
     fn read(
@@ -593,7 +593,7 @@ impl Kernel for Q8_0Dequantize {
                 p.weight.address(),
                 words,
                 width,
-                CodesLaunch::of(&p.weight, &operands.weight, words),
+                QuantizedValuesLaunch::of(&p.weight, &operands.weight, words),
                 BufferArg::from_raw_parts(operands.out.clone(), len / width),
                 p.weight.k,
                 c.plan(queue.profile(), p.out),
@@ -610,11 +610,11 @@ fn out_bytes(p: &DequantizeProblem) -> usize {
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
     #[define(E)] _dtype: ElemType,
 ) {
-    decode::<Codes<NW>, E, NW, NO>(weight, out, k, plan);
+    decode::<QuantizedValues<NW>, E, NW, NO>(weight, out, k, plan);
 }

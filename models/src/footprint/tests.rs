@@ -11,8 +11,8 @@ const BF16: ModelPrecision = ModelPrecision {
 const NF4: ModelPrecision = ModelPrecision { weight_format: Some(WeightFormat::Nf4), ..BF16 };
 const INT8: ModelPrecision = ModelPrecision { weight_format: Some(WeightFormat::Int8), ..BF16 };
 /// CUDA, a GPU without tensor cores for this dtype, and a CPU.
-const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, coded_rows: 128 };
-const DENSE: MemoryProfile = MemoryProfile { coded_rows: 8, ..CUDA };
+const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, max_fused_rows: 128 };
+const DENSE: MemoryProfile = MemoryProfile { max_fused_rows: 8, ..CUDA };
 const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DENSE };
 
 const MIB: u128 = 1 << 20;

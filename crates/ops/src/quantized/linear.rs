@@ -59,7 +59,8 @@ pub fn quantized_linear_memory(
     [n, k]: [u128; 2],
     dtype: FloatDType,
 ) -> OpMemory {
-    let dense_weight = if rows > profile.coded_rows.into() { bytes_of(n * k, dtype) } else { 0 };
+    let dense_weight =
+        if rows > profile.max_fused_rows.into() { bytes_of(n * k, dtype) } else { 0 };
     OpMemory { dense_weight, saved: 0, ..linear_memory(profile, rows, [n, k], dtype) }
 }
 

@@ -5,16 +5,16 @@ use serde::{Deserialize, Serialize};
 use tune::{Infeasible, Kernel};
 
 use super::Nf4MatmulProblem;
-use super::codes::part_steps;
 use super::fused::{FusedConfig, FusedPlan};
 use super::gemv::GemvConfig;
 use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
-use crate::coded::{self, CodedProblem, SubgroupConfig};
+use super::tensor_core::part_steps;
+use crate::dequant::{self, SubgroupConfig, SubgroupProblem};
 use crate::fits::{lacks, limits, shape, stores};
 use crate::matmul::{MAX_NORMED_ROWS, Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
-use crate::nf4::{CodesPlan, Order, Weight};
+use crate::nf4::{Order, QuantizedPlan, Weight};
 use crate::rows::NormKind;
 
 /// Config of a matmul with a 4-bit weight.
@@ -90,7 +90,7 @@ const FEW_BY_TENSOR_CORES: u32 = 128;
 /// Rows above which a dense weight is a candidate next to plane matrices.
 const FEW_FOR_DENSE: u32 = 64;
 
-pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+pub(super) fn max_fused_rows(arch: &ArchProfile, dtype: DType) -> u32 {
     let subgroup = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
     match multiplies(arch, dtype) {
         Ok(()) => FEW_BY_TENSOR_CORES,
@@ -137,7 +137,7 @@ pub(super) fn check(
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
         Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
         Nf4MatmulConfig::Shared(c) => check_shared(arch, p, c),
-        Nf4MatmulConfig::Subgroup(c) => coded::check(arch, &coded(p)?, c),
+        Nf4MatmulConfig::Subgroup(c) => dequant::check(arch, &subgroup_problem(p)?, c),
         Nf4MatmulConfig::Gemv(c) => check_gemv(arch, p, c),
         Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
     }
@@ -235,8 +235,8 @@ fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
 
 /// Returns configs of plane matrices, if the weight has the order that they need.
 fn subgroups(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SubgroupConfig> {
-    match coded(p) {
-        Ok(coded) => coded::candidates(arch, &coded),
+    match subgroup_problem(p) {
+        Ok(problem) => dequant::candidates(arch, &problem),
         Err(_) => Vec::new(),
     }
 }
@@ -393,14 +393,14 @@ fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     }
 }
 
-/// Describes the matmul to [`coded`](crate::coded), for a weight in rows.
-pub(super) fn coded(p: &Nf4MatmulProblem) -> Result<CodedProblem, Infeasible> {
+/// Describes the matmul to [`dequant`](crate::dequant), for a weight in rows.
+pub(super) fn subgroup_problem(p: &Nf4MatmulProblem) -> Result<SubgroupProblem, Infeasible> {
     unnormed(p)?;
     if p.weight.order != Order::Rows {
         return Err(lacks("rows: the weight lies in tiles"));
     }
     let (Weight { n, k, .. }, precision) = (p.weight, p.dense().precision);
-    Ok(CodedProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
+    Ok(SubgroupProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
 }
 
 fn check_gemv(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &GemvConfig) -> Result<(), Infeasible> {
@@ -448,7 +448,7 @@ fn check_dense(
 pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan {
     StreamPlan {
         config: StreamConfig { parts: 1, ..*c },
-        weight: CodesPlan::of(&p.weight),
+        weight: QuantizedPlan::of(&p.weight),
         eights: p.m.div_ceil(8) as usize,
         bf16: p.dtype == DType::Bf16,
         glu: p.glu,
@@ -461,7 +461,7 @@ pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan 
 pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
     FusedPlan {
         config: FusedConfig { parts: 1, ..*c },
-        weight: CodesPlan::of(&p.weight),
+        weight: QuantizedPlan::of(&p.weight),
         bf16: p.dtype == DType::Bf16,
         exact: p.m % c.tile_m == 0,
         glu: p.glu,
@@ -472,7 +472,7 @@ pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
 pub(super) fn shared_plan(p: &Nf4MatmulProblem, c: &SharedConfig) -> SharedPlan {
     SharedPlan {
         config: SharedConfig { parts: 1, ..*c },
-        weight: CodesPlan::of(&p.weight),
+        weight: QuantizedPlan::of(&p.weight),
         bf16: p.dtype == DType::Bf16,
         exact: p.m % c.tile_m() == 0,
         glu: p.glu,

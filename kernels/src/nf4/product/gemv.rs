@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Dims;
 use crate::matmul::{Columns, Finish, NormWeight};
-use crate::nf4::{Codes, code_shift};
+use crate::nf4::{QuantizedValues, code_shift};
 use crate::rows::NormKind;
 
 /// Launch shape of the GEMV path.
@@ -112,7 +112,7 @@ impl GemvPlan {
 #[cube]
 pub(crate) fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     norm: &ComptimeOption<NormWeight<F, NX>>,
@@ -135,7 +135,7 @@ pub(crate) fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
 #[expect(clippy::too_many_arguments, reason = "operands, and what is done to them")]
 fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     codebook: &[f32],
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
@@ -333,7 +333,7 @@ pub(super) struct Chunk {
 /// Loads chunk `at` of a unit's rows of the weight. The first row belongs to column `first` of y.
 #[cube]
 pub(super) fn chunk_of<NW: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     first: u32,
     at: u32,
     width: u32,

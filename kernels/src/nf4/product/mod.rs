@@ -27,7 +27,6 @@
 //! [`Nf4Dequantize`]: super::Nf4Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
 
-mod codes;
 mod config;
 mod fused;
 mod gemv;
@@ -35,6 +34,7 @@ mod pairs;
 mod shared;
 mod stream;
 mod subgroup;
+mod tensor_core;
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -49,11 +49,11 @@ pub use gemv::GemvConfig;
 pub use shared::SharedConfig;
 pub use stream::StreamConfig;
 
-pub use crate::coded::SubgroupConfig;
+pub use crate::dequant::SubgroupConfig;
 
 use super::dequantize::{self, DequantizeProblem};
-use super::{Codes, CodesLaunch, Order, Weight, WeightBuffers};
-use crate::coded::{self, SubgroupPlan};
+use super::{Order, QuantizedValues, QuantizedValuesLaunch, Weight, WeightBuffers};
+use crate::dequant::{self, SubgroupPlan};
 use crate::elem::{elem, rounding};
 use crate::launch::{index_width, launch};
 use crate::matmul::{
@@ -78,8 +78,8 @@ impl Nf4Matmul {
 
     /// Maximum rows of x (of `dtype`) for which codes are multiplied directly. For more rows the weight may
     /// be dequantised first.
-    pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
-        config::coded_rows(arch, dtype)
+    pub fn max_fused_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+        config::max_fused_rows(arch, dtype)
     }
 }
 
@@ -304,7 +304,7 @@ impl Kernel for Nf4Matmul {
                 plan.code_width,
                 plan.out_width,
                 BufferArg::from_raw_parts(operands.x.clone(), x_len / plan.width),
-                CodesLaunch::of(&p.weight, &operands.weight, plan.code_width),
+                QuantizedValuesLaunch::of(&p.weight, &operands.weight, plan.code_width),
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
                 finish,
@@ -410,9 +410,9 @@ impl Plan {
                 Self::tiled(p, path, [c.tile_m(), c.tile_n()], c.planes(), c.parts)
             }
             Nf4MatmulConfig::Subgroup(c) => {
-                let coded = config::coded(p).expect("it was checked");
-                let plan = coded::plan(arch, &coded, &c).expect("it was checked");
-                let (cubes, cube_dim) = coded.grid(&plan, &c);
+                let problem = config::subgroup_problem(p).expect("it was checked");
+                let plan = dequant::plan(arch, &problem, &c).expect("it was checked");
+                let (cubes, cube_dim) = problem.grid(&plan, &c);
                 Self {
                     path: Path::Subgroup(plan),
                     width: 4,
@@ -457,7 +457,7 @@ impl Plan {
             cubes: CubeCount::Static(blocks, parts, 1),
             cube_dim: CubeDim::new_2d(32, planes),
             parts,
-            part_steps: codes::part_steps(p.weight.k, parts),
+            part_steps: tensor_core::part_steps(p.weight.k, parts),
         }
     }
 }
@@ -506,7 +506,7 @@ enum Path {
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn product<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
@@ -527,8 +527,8 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
         }
         Path::Subgroup(plan) => {
             let sizes =
-                coded::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
-            coded::subgroup_matmul::<Codes<NW>, F, NX, NO>(
+                dequant::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
+            dequant::subgroup_matmul::<QuantizedValues<NW>, F, NX, NO>(
                 x, weight, out, partials, &finish, &sizes, plan,
             )
         }

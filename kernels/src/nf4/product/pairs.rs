@@ -27,13 +27,13 @@ use cubecl::prelude::*;
 use super::Dims;
 use super::gemv::{Chunk, GemvConfig, GemvPlan, chunk_of, store};
 use crate::matmul::Finish;
-use crate::nf4::{Codes, code_shift};
+use crate::nf4::{QuantizedValues, code_shift};
 
 /// Runs the CPU path. Needs `plan.whole`, and `plan.config.lanes` = 1.
 #[cube]
 pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     dims: &Dims,

@@ -43,12 +43,12 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use super::codes::{
+use super::tensor_core::{
     AbsmaxFeed, HalfCodebook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
     load_absmax, store_row,
 };
 use crate::matmul::{Finish, block_of};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, global_address, lhs_lane,
     load_fragments, load_words, next_stage, shared_address, store_words, typed, wait_copies,
@@ -100,7 +100,7 @@ impl SharedConfig {
 pub(crate) struct SharedPlan {
     /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: SharedConfig,
-    pub(super) weight: CodesPlan,
+    pub(super) weight: QuantizedPlan,
     pub(super) bf16: bool,
     /// True if every tile of x is full, so that no edge is checked.
     pub(super) exact: bool,
@@ -184,7 +184,7 @@ struct Feed {
 #[cube]
 pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -336,7 +336,7 @@ impl Feed {
     #[expect(clippy::too_many_arguments, reason = "operands and one place")]
     fn new<F: Float, NX: Size, NW: Size>(
         x: &[Vector<F, NX>],
-        weight: &Codes<NW>,
+        weight: &QuantizedValues<NW>,
         dims: &Dims,
         row: u32,
         block_n: u32,

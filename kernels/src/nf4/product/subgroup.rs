@@ -1,4 +1,4 @@
-//! 4-bit weights for [`coded`](crate::coded): `codebook[code] · absmax` in f32, rounded once, as in a dense
+//! 4-bit weights for [`dequant`](crate::dequant): `codebook[code] · absmax` in f32, rounded once, as in a dense
 //! weight. The 32 codes of a vector share one absmax.
 //!
 //! Decoding takes one codebook read and about 10 instructions a code.
@@ -15,13 +15,13 @@
 
 use cubecl::prelude::*;
 
-use crate::coded::Coded;
 use crate::cooperative::U32x4;
-use crate::nf4::{Codes, code_shift};
+use crate::dequant::Dequantize;
+use crate::nf4::{QuantizedValues, code_shift};
 use crate::round::pack_bf16;
 
 #[cube]
-impl<NW: Size> Coded for Codes<NW> {
+impl<NW: Size> Dequantize for QuantizedValues<NW> {
     fn fill(this: &Self, codebook: &mut [f32], unit: u32) {
         if unit < 16 {
             codebook[unit as usize] = this.codebook[unit as usize];

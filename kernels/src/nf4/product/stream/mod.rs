@@ -45,9 +45,9 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
+use super::tensor_core::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
 use crate::matmul::{Columns, Finish, NormWeight};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::rows::NormKind;
 use crate::tile::{
     global_address, load_pair, load_shared, pack_pair, shared_address, store_shared, store_word,
@@ -87,7 +87,7 @@ impl StreamConfig {
 pub(crate) struct StreamPlan {
     /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: StreamConfig,
-    pub(super) weight: CodesPlan,
+    pub(super) weight: QuantizedPlan,
     /// Groups of eight rows of x.
     pub(super) eights: usize,
     pub(super) bf16: bool,
@@ -163,7 +163,7 @@ struct PlaneAddresses {
 #[expect(clippy::too_many_arguments, reason = "operands, and what is done to them")]
 pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -426,7 +426,7 @@ fn store_sums(acc: &Array<f32>, to: u32, lane: u32, m: u32, #[comptime] plan: St
 
 #[cube]
 fn addresses_of<NW: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     own: u32,
     quads: u32,
     lane: u32,

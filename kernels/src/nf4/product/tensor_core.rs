@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::Dims;
 use crate::matmul::mma::store_quad;
 use crate::matmul::{Columns, Finish};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::tile::{CopyPlan, copy_vector, global_address, load_shared, pack_pair, store_shared};
 
 /// Bytes of the codebook of nested absmax.
@@ -13,7 +13,7 @@ pub(super) const NESTED_BYTES: u32 = 256 * 4;
 
 /// Loads the first codebook value of nested absmax that a unit writes. An early load hides its latency.
 #[cube]
-pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
+pub(super) fn first_nested<NW: Size>(weight: &QuantizedValues<NW>, unit: u32) -> f32 {
     let mut first = 0.0f32.runtime();
     if comptime!(weight.plan.nested) {
         first = weight.nested_codebook[(unit % 256) as usize];
@@ -24,7 +24,7 @@ pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
 /// Writes the codebook of nested absmax to shared address `to`, if absmax are nested.
 #[cube]
 pub(super) fn fill_nested<NW: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     first: f32,
     to: u32,
     unit: u32,
@@ -85,11 +85,11 @@ impl AbsmaxFeed {
     /// Creates the feed of a unit: unit 16·t + 2·r + h copies the absmax of row r + 8·h of `piece`, which has
     /// 16 rows.
     pub(super) fn new<NW: Size>(
-        weight: &Codes<NW>,
+        weight: &QuantizedValues<NW>,
         piece: u32,
         lane: u32,
         k: u32,
-        #[comptime] plan: CodesPlan,
+        #[comptime] plan: QuantizedPlan,
     ) -> AbsmaxFeed {
         let quads = k / 256;
         let each = comptime!(if plan.nested { 1u32 } else { 4u32 });
@@ -109,7 +109,7 @@ impl AbsmaxFeed {
         to: u32,
         scales_to: u32,
         #[comptime] far: [u32; 2],
-        #[comptime] plan: CodesPlan,
+        #[comptime] plan: QuantizedPlan,
     ) {
         let (one, two) = comptime!((CopyPlan::words(1), CopyPlan::words(2)));
         let quad = step / 4;

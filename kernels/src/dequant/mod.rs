@@ -2,9 +2,9 @@
 //!
 //! | loop           | multiplies with       | used for                             | trait of the format          |
 //! |----------------|-----------------------|--------------------------------------|------------------------------|
-//! | [`subgroup`]   | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Coded`]                    |
-//! | [`gemv`]       | multiply-adds         | few rows of x, any device            | [`ByteCoded`], codes in bytes |
-//! | [`dequantize`] | no matmul            | a dense weight                       | [`ByteCoded`]                |
+//! | [`subgroup`]   | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Dequantize`]                    |
+//! | [`gemv`]       | multiply-adds         | few rows of x, any device            | [`DequantizeBytes`], codes in bytes |
+//! | [`dequantize`] | no matmul            | a dense weight                       | [`DequantizeBytes`]                |
 
 pub(crate) mod dequantize;
 pub(crate) mod gemv;
@@ -16,14 +16,14 @@ pub use dequantize::DequantizeConfig;
 pub use gemv::GemvConfig;
 pub use subgroup::SubgroupConfig;
 pub(crate) use subgroup::{
-    CodedProblem, Dims, SubgroupPlan, candidates, check, plan, subgroup_matmul,
+    Dims, SubgroupPlan, SubgroupProblem, candidates, check, plan, subgroup_matmul,
 };
 
 use crate::cooperative::U32x4;
 
 /// A quantised weight `[n, k]`, row-major.
 #[cube]
-pub(crate) trait Coded: CubeType {
+pub(crate) trait Dequantize: CubeType {
     /// Fills the codebook, 16 numbers, with the first units of a cube.
     fn fill(this: &Self, codebook: &mut [f32], unit: u32);
 
@@ -57,7 +57,7 @@ pub(crate) trait Coded: CubeType {
 
 /// A quantised weight `[n, k]` with one code per byte, row-major: `value = scale_by_block(code, block) · row`.
 #[cube]
-pub(crate) trait ByteCoded<NW: Size>: CubeType {
+pub(crate) trait DequantizeBytes<NW: Size>: CubeType {
     /// Number of vectors of codes.
     fn vectors(this: &Self) -> u32;
 

@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::{ByteCoded, code_of, together};
+use super::{DequantizeBytes, code_of, together};
 use crate::fits::{limits, shape, stores};
 use crate::round::{by_hand, round_to_bf16};
 
@@ -79,7 +79,7 @@ pub(crate) struct DequantizePlan {
 }
 
 #[cube]
-pub(crate) fn decode<W: ByteCoded<NW>, E: Float, NW: Size, NO: Size>(
+pub(crate) fn decode<W: DequantizeBytes<NW>, E: Float, NW: Size, NO: Size>(
     weight: &W,
     out: &mut [Vector<E, NO>],
     k: u32,

@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::{ByteCoded, code_of};
+use super::{DequantizeBytes, code_of};
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish};
 
@@ -121,7 +121,7 @@ pub(crate) struct Dims {
 }
 
 #[cube]
-pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn multiply<W: DequantizeBytes<NW>, F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &W,
     out: &mut [Vector<F, NO>],
@@ -295,7 +295,7 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
 
 /// Stores the result of column `n` and row `m` of y.
 #[cube]
-fn store<W: ByteCoded<NW>, F: Float, NW: Size, NO: Size>(
+fn store<W: DequantizeBytes<NW>, F: Float, NW: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
     weight: &W,
     finish: &Finish<F, F, NO>,

@@ -15,7 +15,7 @@
 //!
 //! Cost: the codes of the weight once for every `tile_m` rows of x, decoding, and matmul.
 //!
-//! The weight's [`Coded`] implementation decodes. The ladders are in `nf4/product/subgroup.rs` and
+//! The weight's [`Dequantize`] implementation decodes. The ladders are in `nf4/product/subgroup.rs` and
 //! `int8/subgroup.rs`.
 
 use arch::ArchProfile;
@@ -24,7 +24,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::Coded;
+use super::Dequantize;
 use crate::cooperative::{self, Corner, Tile, U32x4, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish, IN_FLIGHT, Precision, plane_inst};
@@ -130,7 +130,7 @@ pub(crate) struct Dims {
 }
 
 #[cube]
-pub(crate) fn subgroup_matmul<W: Coded, F: Float, NX: Size, NO: Size>(
+pub(crate) fn subgroup_matmul<W: Dequantize, F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &W,
     out: &mut [Vector<F, NO>],
@@ -300,7 +300,7 @@ fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: SubgroupPlan
 /// Reads a unit's codes of step `step`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one weight, one place")]
-fn read_codes<W: Coded>(
+fn read_codes<W: Dequantize>(
     weight: &W,
     codes: &mut Array<u32>,
     scales: &mut Array<f32>,
@@ -322,7 +322,7 @@ fn read_codes<W: Coded>(
 
 /// Dequantises a unit's codes into the tile.
 #[cube]
-fn decode<W: Coded, F: Float>(
+fn decode<W: Dequantize, F: Float>(
     shared: &mut [U32x4],
     codes: &Array<u32>,
     scales: &Array<f32>,
@@ -399,7 +399,7 @@ fn store_both<F: Float, NO: Size>(
 
 /// Returns the configs for this number of rows that pass [`check`]. Split-k fills the card with cubes once,
 /// or twice.
-pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<SubgroupConfig> {
+pub(crate) fn candidates(arch: &ArchProfile, p: &SubgroupProblem) -> Vec<SubgroupConfig> {
     let tile_m = p.m.min(64).next_multiple_of(16);
     let steps = u64::from(p.k / STEP);
     let mut found = Vec::new();
@@ -427,7 +427,7 @@ const MAX_ROWS: u32 = 256;
 
 /// Parameters of a matmul that this path depends on.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct CodedProblem {
+pub(crate) struct SubgroupProblem {
     pub(crate) m: u32,
     pub(crate) n: u32,
     pub(crate) k: u32,
@@ -437,7 +437,7 @@ pub(crate) struct CodedProblem {
     pub(crate) glu: bool,
 }
 
-impl CodedProblem {
+impl SubgroupProblem {
     fn blocks(&self, c: &SubgroupConfig) -> u64 {
         u64::from(self.m.div_ceil(c.tile_m)) * u64::from(self.n.div_ceil(c.tile_n()))
     }
@@ -451,7 +451,7 @@ impl CodedProblem {
 
 pub(crate) fn check(
     arch: &ArchProfile,
-    p: &CodedProblem,
+    p: &SubgroupProblem,
     c: &SubgroupConfig,
 ) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
@@ -485,7 +485,7 @@ pub(crate) fn check(
 
 pub(crate) fn plan(
     arch: &ArchProfile,
-    p: &CodedProblem,
+    p: &SubgroupProblem,
     c: &SubgroupConfig,
 ) -> Result<SubgroupPlan, Infeasible> {
     let inst = plane_inst(arch, p.precision)
