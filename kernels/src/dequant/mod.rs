@@ -1,10 +1,10 @@
 //! Loops over quantised weights. A format only defines how a block of codes and its scale become values.
 //!
-//! | loop           | multiplies with       | used for                             | trait of the format          |
-//! |----------------|-----------------------|--------------------------------------|------------------------------|
-//! | [`subgroup`]   | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Dequantize`]                    |
+//! | loop           | multiplies with       | used for                             | trait of the format                 |
+//! |----------------|-----------------------|--------------------------------------|-------------------------------------|
+//! | [`subgroup`]   | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Dequantize`]                      |
 //! | [`gemv`]       | multiply-adds         | few rows of x, any device            | [`DequantizeBytes`], codes in bytes |
-//! | [`dequantize`] | no matmul            | a dense weight                       | [`DequantizeBytes`]                |
+//! | [`dequantize`] | no matmul             | a dense weight                       | [`DequantizeBytes`]                 |
 
 pub(crate) mod dequantize;
 pub(crate) mod gemv;

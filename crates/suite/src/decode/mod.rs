@@ -416,7 +416,7 @@ mod tests {
             assert!(even.len() > 8);
             for case in even {
                 let first = Decode::candidates(&card, &case.problem)[0];
-                assert!(first.uncut().is_some(), "{:?} by {first:?}", case.problem);
+                assert!(first.without_splits().is_some(), "{:?} by {first:?}", case.problem);
             }
         }
     }

@@ -44,7 +44,7 @@ const CUBES: [u32; 3] = [1, 2, 4];
 
 impl DecodeConfig {
     /// Returns the config without splits, or None if it has none.
-    pub fn uncut(self) -> Option<Self> {
+    pub fn without_splits(self) -> Option<Self> {
         match self {
             Self::Split(c) if c.splits > 1 => Some(Self::Split(SplitConfig { splits: 1, ..c })),
             Self::Gemv(c) if c.splits > 1 => Some(Self::Gemv(GemvConfig { splits: 1, ..c })),
@@ -108,8 +108,8 @@ fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Deco
     for cubes in CUBES {
         for [units, keys] in gemv::GEOMETRIES {
             let keys_at_once = gemv::reach(arch, problem, units, keys);
-            let cut = splits(arch, problem, cubes, keys_at_once, gemv::MAX_SPLITS);
-            for splits in [cut, 1] {
+            let wanted = splits(arch, problem, cubes, keys_at_once, gemv::MAX_SPLITS);
+            for splits in [wanted, 1] {
                 let config = DecodeConfig::Gemv(GemvConfig { units, keys, splits });
                 if check(arch, problem, &config).is_ok() && !found.contains(&config) {
                     found.push(config);

@@ -54,7 +54,7 @@ pub(crate) struct GemvPlan {
     units: u32,
     keys: u32,
     /// True if there are splits to merge.
-    cut: bool,
+    has_splits: bool,
     /// Units that share a position, and vectors per unit of a row.
     lanes: u32,
     own: u32,
@@ -74,7 +74,7 @@ impl GemvPlan {
         Self {
             units: c.units,
             keys: c.keys,
-            cut: c.splits > 1,
+            has_splits: c.splits > 1,
             lanes,
             own: vectors / lanes,
             rows,
@@ -342,7 +342,7 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
         }
         let (i, head) = query_of(dims, chunk, row, kv_head, plan);
         let id = (batch * dims.heads + head) * dims.seq_q + i;
-        if comptime!(plan.cut) {
+        if comptime!(plan.has_splits) {
             let place = id as usize * dims.splits as usize + part as usize;
             let all = (dims.batch * dims.heads * dims.seq_q) as usize * dims.splits as usize;
             let to = FIRST + all + place * comptime!(fours as usize) + four as usize;

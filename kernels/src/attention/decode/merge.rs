@@ -155,7 +155,7 @@ pub(crate) fn merge_planes<F: Float, NO: Size>(
             let from = sums + line * comptime!(4 * plan.sums_pitch()) + vector * 16;
             sum += load_chunk(from, 0u32) * Vector::new(factor);
         }
-        if comptime!(plan.cut) {
+        if comptime!(plan.has_splits) {
             let part = Part::of(dims, work, row, plan);
             partials[part.sums(work.part, vector, plan)] = sum;
             // One of the units that share the row.
@@ -167,7 +167,7 @@ pub(crate) fn merge_planes<F: Float, NO: Size>(
         }
         task += comptime!(32 * planes);
     }
-    if comptime!(plan.cut) {
+    if comptime!(plan.has_splits) {
         // The barrier and the counter's release publish the writes of all units. Its acquire and
         // the next barrier make those of other cubes visible.
         sync_cube();

@@ -46,7 +46,7 @@ pub(crate) struct SplitPlan {
     /// Copies of a K tile; V uses the same layout.
     pub(crate) tile: CopyPlan,
     /// True if a sequence is split over cubes.
-    pub(crate) cut: bool,
+    pub(crate) has_splits: bool,
     /// True if the length that the host knows is probably the one on the device.
     pub(crate) foreseen: bool,
     pub(super) shared_bytes: u32,
@@ -68,7 +68,7 @@ impl SplitPlan {
             fragments: Self::rows_of(problem) / COLUMNS,
             cache: CachePlan::of(problem),
             tile,
-            cut: config.splits > 1,
+            has_splits: config.splits > 1,
             foreseen: problem.batch == 1,
             shared_bytes: 0,
         };
