@@ -88,7 +88,7 @@ pub enum Error {
     },
     /// A rank of 0 or above the limit, or an alpha that is not a finite number above 0.
     #[error(
-        "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {most}, and an alpha above 0"
+        "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {max}, and an alpha above 0"
     )]
     Rank {
         /// The requested rank.
@@ -96,14 +96,14 @@ pub enum Error {
         /// The requested alpha.
         alpha: f64,
         /// The largest valid rank.
-        most: usize,
+        max: usize,
     },
     /// A batch without tokens to learn, or with an empty sequence.
     #[error(
         "there is nothing to learn in a batch\nhint: sequences of two tokens or more, and something after what they \
          begin with"
     )]
-    Lesson,
+    NothingToLearn,
     /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {

@@ -240,8 +240,8 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context), None);
     let engine = engine.map_err(|why| {
         match why.downcast_ref::<LoadError>().and_then(LoadError::context) {
-            Some(most) => anyhow!(
-                "expected a context of at most {most} tokens, got {context}\nhint: use --context {most} or less"
+            Some(max) => anyhow!(
+                "expected a context of at most {max} tokens, got {context}\nhint: use --context {max} or less"
             ),
             None => why,
         }

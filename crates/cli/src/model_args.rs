@@ -590,7 +590,7 @@ impl LoadArgs {
         let Some(positions) = self.max_context else { return Ok(folder) };
         let made_for = folder.config().context();
         let folder = folder.with_max_context(positions.get())?;
-        if let Some(made_for) = made_for.filter(|most| positions.get() > *most) {
+        if let Some(made_for) = made_for.filter(|max| positions.get() > *max) {
             command::note!(
                 "warning: the model has a context of {made_for} tokens; output beyond it may be poor"
             );
@@ -687,8 +687,8 @@ mod tests {
         assert_eq!(refused(text_of(long)), "the text is larger than 64 MiB");
         assert!(refused(text_of(&[0xc3][..])).contains("utf-8"));
         assert_eq!(text_of("\u{2581}x".as_bytes()).ok().as_deref(), Some("\u{2581}x"));
-        let most = text_of(io::repeat(b'x').take(TEXT_BYTES));
-        assert_eq!(most.map(|text| text.len() as u64).ok(), Some(TEXT_BYTES));
+        let max = text_of(io::repeat(b'x').take(TEXT_BYTES));
+        assert_eq!(max.map(|text| text.len() as u64).ok(), Some(TEXT_BYTES));
     }
 
     #[test]

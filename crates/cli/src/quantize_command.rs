@@ -128,8 +128,8 @@ fn summary(made: &QuantizedModel) -> String {
         (None, _) => "one absmax per row".to_owned(),
     };
     let host = match (peaks.host_bytes, peaks.host_bytes_before) {
-        (Some(most), Some(before)) => {
-            format!("host {}, {} before the first tensor", mib(most), mib(before))
+        (Some(max), Some(before)) => {
+            format!("host {}, {} before the first tensor", mib(max), mib(before))
         }
         _ => "host unknown".to_owned(),
     };

@@ -158,13 +158,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if output.canonicalize().is_ok_and(|output| own.into_iter().any(|own| own == output)) {
         bail!("{} is the model's own folder\nhint: --output names another", output.display());
     }
-    let most = folder.config().context().unwrap_or(usize::MAX);
+    let max_context = folder.config().context().unwrap_or(usize::MAX);
     let context =
-        args.training.context.map_or(USUAL_TO_TRAIN.min(most), |context| context as usize);
-    if context > most {
+        args.training.context.map_or(USUAL_TO_TRAIN.min(max_context), |context| context as usize);
+    if context > max_context {
         bail!(
-            "expected a context of at most {most}, which the model has, got {context}\n\
-             hint: -c {most}, or --max-context {context} for a longer one"
+            "expected a context of at most {max_context}, which the model has, got {context}\n\
+             hint: -c {max_context}, or --max-context {context} for a longer one"
         );
     }
     let accumulate = args.training.accumulate as usize;
@@ -223,7 +223,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             cosine: args.training.cosine.then_some(steps),
         },
         weight_decay: args.training.weight_decay,
-        clip: (args.training.max_grad_norm > 0.0).then_some(args.training.max_grad_norm),
+        max_grad_norm: (args.training.max_grad_norm > 0.0).then_some(args.training.max_grad_norm),
         seed: args.training.seed,
         recompute,
     };
@@ -284,12 +284,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
         let batches = data.micro_batches(trainer.done(), batch, accumulate, args.training.seed);
-        ended = trainer.step_while(batches, || !interrupt::came()).map(|taught| {
-            if let Some(taught) = taught {
-                learned += taught.tokens;
+        ended = trainer.step_while(batches, || !interrupt::came()).map(|metrics| {
+            if let Some(metrics) = metrics {
+                learned += metrics.tokens;
                 let seconds = step.elapsed().as_secs_f64();
-                told(&taught, steps, seconds);
-                let StepMetrics { step, loss, tokens, gradient, learning_rate, .. } = taught;
+                told(&metrics, steps, seconds);
+                let StepMetrics { step, loss, tokens, gradient, learning_rate, .. } = metrics;
                 taken.push(TrainingStep { step, loss, gradient, learning_rate, tokens, seconds });
             }
         });
@@ -390,8 +390,8 @@ fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), Train
     Err(why)
 }
 
-fn told(taught: &StepMetrics, steps: usize, seconds: f64) {
-    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = taught;
+fn told(metrics: &StepMetrics, steps: usize, seconds: f64) {
+    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = metrics;
     let rate = *tokens as f64 / seconds;
     let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
     command::note!(

@@ -127,7 +127,7 @@ pub enum OpError {
     NoMatrix(Vec<usize>),
     /// f16 accumulation with operands that are not f16, or with a quantised weight: the operands' dtype.
     #[error("sums in f16 are not of products of {0:?}\nhint: of dense f16 operands alone")]
-    HalfSums(DType),
+    F16Accumulation(DType),
     /// tf32 with operands that are not f32: their dtype.
     #[error("tf32 was asked for operands of {0:?}\nhint: only f32 operands are rounded to tf32")]
     Tf32(DType),

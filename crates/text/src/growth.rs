@@ -237,10 +237,10 @@ fn measure<'a>(
         // A table; its size is limited by that of the file.
         Value::String(_) if key == "precompiled_charsmap" => Ok(()),
         Value::String(string) => {
-            let most = if key == "Regex" { MAX_PATTERN } else { MAX_STRING };
-            if string.len() > most {
+            let max = if key == "Regex" { MAX_PATTERN } else { MAX_STRING };
+            if string.len() > max {
                 return Err(format!(
-                    "has a string of {} bytes, expected at most {most}",
+                    "has a string of {} bytes, expected at most {max}",
                     string.len()
                 ));
             }

@@ -90,7 +90,7 @@ impl Tuner<'_> {
             None => None,
         };
         let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
-            let why = K::simplest(arch, problem).err();
+            let why = K::baseline(arch, problem).err();
             TuneError::Unsupported {
                 arch: arch.id.to_string(),
                 kernel: K::NAME,
@@ -171,7 +171,7 @@ impl Tuner<'_> {
             K::programs(arch, problem, &feasible[i], &properties, &target)
         });
         let sets = operand_sets::<K>(self.device, problem);
-        let expected = K::simplest(arch, problem)
+        let expected = K::baseline(arch, problem)
             .ok()
             .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
         let mut best = f64::INFINITY;
@@ -196,7 +196,7 @@ impl Tuner<'_> {
         K::check(self.device.profile(), problem, config).map_err(|e| e.to_string())?;
         let got = run_once::<K>(self.device, problem, config, &sets[0])?;
         if let Some(expected) = expected {
-            let expected = expected.as_ref().map_err(|e| format!("simplest config failed: {e}"))?;
+            let expected = expected.as_ref().map_err(|e| format!("baseline config failed: {e}"))?;
             expected.iter().zip(&got).try_for_each(|(right, got)| right.agrees(got))?;
         }
         let scratch = K::scratch(self.device, problem, config);
@@ -255,7 +255,7 @@ impl Sample {
         if worst <= tol {
             Ok(())
         } else {
-            Err(format!("wrong: differs from the simplest config by {worst:.3e} > {tol:.3e}"))
+            Err(format!("wrong: differs from the baseline config by {worst:.3e} > {tol:.3e}"))
         }
     }
 }
@@ -347,7 +347,7 @@ mod tests {
         fn cost(_: &u32) -> Cost {
             Cost { flops: 0, bytes: WORDS as u64 * 4 }
         }
-        fn simplest(_: &ArchProfile, problem: &u32) -> Result<u32, Infeasible> {
+        fn baseline(_: &ArchProfile, problem: &u32) -> Result<u32, Infeasible> {
             Ok(*problem)
         }
         fn operands(queue: &Queue, _: &u32, _: u64) -> Handle {

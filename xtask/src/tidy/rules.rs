@@ -75,8 +75,8 @@ pub(super) fn top_level(files: &[String]) -> Vec<String> {
 /// Checks the size of a file that every clone downloads.
 pub(super) fn size(file: &str, bytes: u64) -> Option<String> {
     let (carried, own) = CARRIED;
-    let most = if file == carried { own } else { SIZE };
-    (bytes > most).then(|| format!("{file}: {bytes} bytes, over {most}"))
+    let max = if file == carried { own } else { SIZE };
+    (bytes > max).then(|| format!("{file}: {bytes} bytes, over {max}"))
 }
 
 /// Checks [`FORBIDDEN_DEPENDENCIES`].

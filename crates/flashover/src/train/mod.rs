@@ -39,7 +39,7 @@ pub struct TrainOptions {
     /// Weight decay of AdamW: each step multiplies the values by 1 - learning rate · weight decay.
     pub weight_decay: f64,
     /// Maximum norm of the gradient; a larger one is scaled down to it. None for no limit.
-    pub clip: Option<f64>,
+    pub max_grad_norm: Option<f64>,
     /// Seed of the initial values of A.
     pub seed: u64,
     /// Activations that are recomputed in the backward pass.
@@ -53,7 +53,7 @@ impl Default for TrainOptions {
             lora: LoraOptions::default(),
             schedule: Schedule::constant(2e-4),
             weight_decay: 0.0,
-            clip: Some(1.0),
+            max_grad_norm: Some(1.0),
             seed: 0,
             recompute: Recompute::Layers,
         }
@@ -166,8 +166,8 @@ impl Trainer {
         let accumulates = |own: &Workload| own.training.as_ref().is_some_and(|t| t.accumulates);
         let reserved = self.reserved.as_ref();
         let all = || reserved.into_iter().chain([&need]);
-        let most = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
-        let need = self.trained(most(|w| w.batch), most(|w| w.context), all().any(accumulates));
+        let max = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
+        let need = self.trained(max(|w| w.batch), max(|w| w.context), all().any(accumulates));
         if reserved == Some(&need) {
             return Ok(());
         }
@@ -193,14 +193,14 @@ impl Trainer {
 
     /// Moves the tensors that each step rewrites.
     fn move_to(&mut self, device: &Device) {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.values = self.values.take().map(|values| values.to_device(device));
         self.state = self.state.take().map(|state| AdamW::to_device(state, device));
     }
 
     /// Returns the values, and keeps them on the device from now on.
     fn values(&mut self) -> Tensor<1> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let place = || {
             let values = self.adapter.values();
             let data = TensorData::new(values.to_vec(), [values.len()]);
@@ -270,26 +270,26 @@ impl Trainer {
                 let decoder = self.engine.decoder();
                 decoder.learn(adaptation, &batch, weight, self.options.recompute)?
             };
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             loss = Some(plus(loss, learned.loss));
             gradient = Some(plus(gradient, learned.gradient));
             self.engine.note_memory();
         }
         let (Some(loss), Some(gradient)) = (loss, gradient) else {
-            return Err(models::Error::Lesson.into());
+            return Err(models::Error::NothingToLearn.into());
         };
         let gradient = {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             if scale == 1.0 { gradient } else { gradient / scale }
         };
         let [loss, length] = self.read(loss, gradient.clone())?;
         let loss = loss / tokens as f64;
         let learning_rate = self.options.schedule.rate(self.done);
         let step = self.done + 1;
-        let taught =
+        let metrics =
             |skipped| StepMetrics { step, loss, tokens, gradient: length, learning_rate, skipped };
         if !self.scale.took(length.is_finite()) {
-            return Ok(Some(taught(true)));
+            return Ok(Some(metrics(true)));
         }
         if !loss.is_finite() || !length.is_finite() {
             return Err(TrainError::Diverged { step });
@@ -297,15 +297,15 @@ impl Trainer {
         self.take(values, gradient, length, learning_rate);
         self.done = step;
         self.engine.note_memory();
-        Ok(Some(taught(false)))
+        Ok(Some(metrics(false)))
     }
 
     /// Applies AdamW to a gradient of this norm.
     fn take(&mut self, values: Tensor<1>, gradient: Tensor<1>, length: f64, learning_rate: f64) {
         let _optimizer = trace::span(|| "optimizer");
-        let _at_work = ops::at_work();
-        let gradient = match self.options.clip {
-            Some(clip) if length > clip => gradient * (clip / length),
+        let _stream_guard = ops::stream_guard();
+        let gradient = match self.options.max_grad_norm {
+            Some(max_grad_norm) if length > max_grad_norm => gradient * (max_grad_norm / length),
             _ => gradient,
         };
         self.values = None;
@@ -317,7 +317,7 @@ impl Trainer {
     /// Returns the sum of the losses and the norm of the gradient.
     fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], TrainError> {
         let both = {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             let length = (gradient.clone() * gradient).sum().sqrt();
             Tensor::cat(vec![loss, length], 0).reshape([1, 2])
         };
@@ -419,7 +419,7 @@ impl TrainOptions {
         let rules = [
             ("learning rate", self.schedule.learning_rate, true),
             ("weight decay", self.weight_decay, false),
-            ("clip", self.clip.unwrap_or(1.0), true),
+            ("clip", self.max_grad_norm.unwrap_or(1.0), true),
         ];
         for (name, value, above) in rules {
             if !(positive(value) || (!above && value == 0.0)) {
