@@ -24,6 +24,7 @@ pub struct Device {
 
 /// The reason that a device could not be opened.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// The machine has no such device, or lacks a driver or library that it needs.
     #[error("no {backend} device: {why}\nhint: {how}")]

@@ -39,6 +39,7 @@ fn sizes(shape: &[usize]) -> String {
 
 /// The reason that a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     #[error("cannot read {}: {why}", .path.display())]
     Read { path: PathBuf, why: io::Error },

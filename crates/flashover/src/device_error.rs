@@ -7,6 +7,7 @@ use crate::memory::{MemoryUsage, free_bytes};
 
 /// Failure of a device at run time.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DeviceError {
     /// The device lacks memory, although the plan fitted: other processes may hold some of it. CubeCL does not report
     /// the largest free block.

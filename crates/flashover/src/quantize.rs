@@ -142,6 +142,7 @@ pub struct WeightErrors {
 
 /// Error of [`quantize_model`]. The output folder is then left as it was.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum QuantizeError {
     /// The folder has no model that can be read.
     #[error("{0}{hint}", hint = .0.hint())]

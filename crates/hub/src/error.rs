@@ -5,6 +5,7 @@ use crate::{Hub, ModelName};
 
 /// The reason that a model cannot be downloaded.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HubError {
     #[error(
         "{endpoint} has no model {model}\n\

@@ -7,6 +7,7 @@ use super::tensor::TensorError;
 
 /// Error of an op on host tensors.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HostOpError {
     /// No op has this name.
     #[error("unknown op `{0}`\nhint: use matmul or attention")]

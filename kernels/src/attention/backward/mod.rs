@@ -32,7 +32,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use problem::BackwardProblem;
 
-use super::config::{addresses, flash as tiles, matrices, plane as blocks, serves};
+use super::config::{addresses, flash as tiles, matrices, serves, subgroup as blocks};
 use super::scores::{Scores, ScoresLaunch};
 use super::subgroup::{SubgroupConfig, SubgroupPlan};
 use super::{
