@@ -77,7 +77,7 @@ impl Weight {
         if !format.info().has_options && scheme != format.scheme() {
             return Err(InvalidWeight::Scheme(format));
         }
-        Ok(Self(match (Codebook::of(format), block) {
+        Ok(Self(match (Codebook::from_format(format), block) {
             (Some(codebook), Block::Elements(block_size)) => {
                 let nested = scales == Scales::Nested;
                 Kind::FourBit { weight: nf4::Weight::new(n, k, block_size, nested)?, codebook }

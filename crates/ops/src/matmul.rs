@@ -124,15 +124,15 @@ fn multiplied<const D: usize, const R: usize>(
         return Ok(Tensor::<D>::zeros(shape, &lhs.device()).cast(spec.out));
     }
     let Epilogue { bias, gate, residual, norm, .. } = epilogue;
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = <Dispatch as MatmulOps>::product(
         lhs.into_dispatch(),
         rhs.into_dispatch(),
         Parts {
-            bias: Optional::of(bias.map(Tensor::into_dispatch)),
-            gate: Optional::of(gate.map(Tensor::into_dispatch)),
-            residual: Optional::of(residual.map(Tensor::into_dispatch)),
-            norm: Optional::of(norm.map(|norm| norm.weight.into_dispatch())),
+            bias: Optional::from_tensor(bias.map(Tensor::into_dispatch)),
+            gate: Optional::from_tensor(gate.map(Tensor::into_dispatch)),
+            residual: Optional::from_tensor(residual.map(Tensor::into_dispatch)),
+            norm: Optional::from_tensor(norm.map(|norm| norm.weight.into_dispatch())),
         },
         spec,
         call.clone(),
@@ -584,7 +584,7 @@ fn bare_product<B: MatmulOps>(
     spec: Spec,
     ctx: &Ctx,
 ) -> FloatTensor<B> {
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = B::product(lhs, rhs, Parts::bias(None), spec, call.clone());
     match call.failed() {
         None => out,

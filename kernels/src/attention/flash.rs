@@ -174,7 +174,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * 32 + lane;
     let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
-    let here = sequences.of(dims, batch);
+    let here = sequences.span(dims, batch);
     // Under the causal mask later queries have more keys. Start them first, so that no long block
     // runs last.
     let last_block = dims.seq_q.div_ceil(tile_q) - 1;

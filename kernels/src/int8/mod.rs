@@ -236,7 +236,7 @@ impl<NW: Size> DequantizeBytes<NW> for QuantizedValues<NW> {
 }
 
 impl<N: Size> QuantizedValuesLaunch<N> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
+    fn from_buffers(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scb } = buffers;
         // SAFETY: the lengths follow from the weight.
         unsafe {

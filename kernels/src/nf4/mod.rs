@@ -87,7 +87,7 @@ pub(crate) struct QuantizedPlan {
 }
 
 impl QuantizedPlan {
-    const fn of(weight: &Weight) -> Self {
+    const fn new(weight: &Weight) -> Self {
         Self {
             block_size: weight.block_size,
             nested: weight.nested,
@@ -97,7 +97,7 @@ impl QuantizedPlan {
 }
 
 impl<N: Size> QuantizedValuesLaunch<N> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
+    fn from_buffers(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
         let WeightBuffers { codes, absmax, codebook, nested } = buffers;
         let (nested_codebook, scales) = match nested {
             Some(nested) => {
@@ -115,7 +115,7 @@ impl<N: Size> QuantizedValuesLaunch<N> {
             buffer((codebook, 16)),
             buffer(nested_codebook),
             buffer(scales),
-            QuantizedPlan::of(weight),
+            QuantizedPlan::new(weight),
         )
     }
 }

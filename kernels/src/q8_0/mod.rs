@@ -176,7 +176,7 @@ pub(crate) struct QuantizedValues<NW: Size> {
 }
 
 impl<NW: Size> QuantizedValuesLaunch<NW> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
+    fn from_buffers(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scales } = buffers;
         // SAFETY: the lengths follow from the weight.
         unsafe {
@@ -593,7 +593,7 @@ impl Kernel for Q8_0Dequantize {
                 p.weight.address(),
                 words,
                 width,
-                QuantizedValuesLaunch::of(&p.weight, &operands.weight, words),
+                QuantizedValuesLaunch::from_buffers(&p.weight, &operands.weight, words),
                 BufferArg::from_raw_parts(operands.out.clone(), len / width),
                 p.weight.k,
                 c.plan(queue.profile(), p.out),

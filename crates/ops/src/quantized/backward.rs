@@ -167,7 +167,7 @@ impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for Product {
         let Saved { packed, spec: Spec { weight, dtype, .. }, biased, ctx } = ops.state;
         let dout = gradients.consume::<B>(&ops.node);
         if let Some(node) = to_x {
-            let call = Call::of(&ctx);
+            let call = Call::new(&ctx);
             let dense = B::dequantize_weight(packed, weight, dtype, call.clone());
             // Burn's backward pass cannot return an error.
             if let Some(e) = call.failed() {

@@ -252,7 +252,7 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * 32 + lane;
     let (own_head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
-    let here = sequences.of(dims, batch);
+    let here = sequences.span(dims, batch);
     let (from_own, own_len, from_other, other_len) = if comptime!(side.keys) {
         (here.from_kv, here.seq_kv, here.from_q, here.seq_q)
     } else {
