@@ -22,12 +22,12 @@
 //! Sources: Dettmers et al., "QLoRA" (2023); bitsandbytes, `functional.py` and `csrc/kernels.cu`.
 
 mod dequantize;
-mod product;
+mod matmul;
 mod quantize;
 mod weight;
 
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
-pub use product::{
+pub use matmul::{
     DenseConfig, FusedConfig, GemvConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
     Nf4MatmulProblem, SharedConfig, StreamConfig, SubgroupConfig,
 };

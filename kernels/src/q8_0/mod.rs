@@ -24,7 +24,7 @@
 //!
 //! Source: ggml, `quantize_row_q8_0_ref` and `dequantize_row_q8_0` (`ggml-quants.c`).
 
-mod product;
+mod matmul;
 
 use arch::{ArchProfile, DType, Device};
 use cubecl::ir::ElemType;
@@ -34,8 +34,8 @@ use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-pub(crate) use product::MAX_FUSED_ROWS;
-pub use product::{
+pub(crate) use matmul::MAX_FUSED_ROWS;
+pub use matmul::{
     DenseConfig, Q8_0Matmul, Q8_0MatmulConfig, Q8_0MatmulOperands, Q8_0MatmulProblem,
 };
 

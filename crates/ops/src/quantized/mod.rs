@@ -20,7 +20,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use checkpoint::Encoded;
 use kernels::norm::NormKind;
-use kernels::quantized::{InvalidWeight, Product, Weight};
+use kernels::quantized::{InvalidWeight, QuantizedMatmul, Weight};
 use quant::Scheme;
 
 pub use linear::{
@@ -245,7 +245,8 @@ impl QuantizedWeight {
     ) -> Result<bool, OpError> {
         let device = ctx.device(&cube_of(&x.device())?)?;
         let (m, dtype) = (size_of(x.dims()[0])?, float_of(x.dtype())?);
-        let product = Product { m, dtype, epilogue: Default::default(), glu, norm: Some(kind) };
+        let product =
+            QuantizedMatmul { m, dtype, epilogue: Default::default(), glu, norm: Some(kind) };
         Ok(self.weight.takes_norm(device.profile(), &product)?)
     }
 
