@@ -17,8 +17,6 @@ use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    #[command(flatten)]
-    of: SubjectArgs,
     /// Prompt tokens: comma-separated numbers or ranges such as 64-512*2 or 128-512+128; 0 skips prefill tests
     #[arg(short = 'p', long, allow_hyphen_values = true, default_value = "512", value_parser = sizes)]
     n_prompt: Sizes,
@@ -38,10 +36,12 @@ pub(crate) struct Args {
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repetitions: u16,
     /// Output format
-    #[arg(short = 'o', long, default_value = "md")]
-    output: Format,
+    #[arg(long, default_value = "md")]
+    format: Format,
     #[command(flatten)]
     trace: TraceArgs,
+    #[command(flatten)]
+    of: SubjectArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -167,7 +167,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let load_ns = begin.elapsed().as_nanos() as f64;
     let ceilings = Ceilings::measure(&engine)?;
     let tracing = Tracing::start(file, &engine)?;
-    let mut printed = Printer::new(args.output);
+    let mut printed = Printer::new(args.format);
     let mut one = |test| -> anyhow::Result<f64> {
         interrupt::check("stopped")?;
         let speed = engine.measure(test, args.repetitions.into())?;

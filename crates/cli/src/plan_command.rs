@@ -11,8 +11,6 @@ use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    #[command(flatten)]
-    of: SubjectArgs,
     /// Sequences that run together [default: 1, or the choice of --preset]
     #[arg(long, short = 'b')]
     batch: Option<usize>,
@@ -33,11 +31,13 @@ pub(crate) struct Args {
     /// With --train, keep activations instead of recomputing them in the backward pass
     #[arg(long, requires = "train")]
     keep_activations: bool,
-    #[command(flatten)]
-    lora: LoraArgs,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    lora: LoraArgs,
+    #[command(flatten)]
+    of: SubjectArgs,
 }
 
 /// Weights that training updates.

@@ -89,7 +89,7 @@ impl Model<'_> {
         generated: usize,
     ) -> Result<Speed, Failure> {
         let (prompt, generated) = (prompt.to_string(), generated.to_string());
-        let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--output", "json"];
+        let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--format", "json"];
         let output = self.run(on, "bench", &tests)?;
         Ok(speed(&output.stdout)
             .map_err(|why| format!("cannot parse the output of bench: {why}"))?)

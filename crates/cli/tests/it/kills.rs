@@ -50,7 +50,8 @@ fn a_killed_training_leaves_a_whole_adapter() {
     let (model, data, output) = (demo(), path("data.txt"), path("adapter"));
     fs::write(&data, "One day a dog ran. ".repeat(4)).expect("written");
     let model = model.to_str().expect("UTF-8");
-    let args = ["train", "--backend", "cpu", "-c", "8", "-b", "1", "--save-every", "1"];
+    let args =
+        ["train", "--backend", "cpu", "-c", "8", "-b", "1", "--save-every", "1", "--overwrite"];
     let args = [&args[..], &["--model", model, "--data", &data, "--output", &output]].concat();
     let opened = ModelFolder::open(model).expect("the demo");
     let config = Path::new(&output).join("adapter_config.json");

@@ -279,7 +279,7 @@ fn weights_of_8_bits_are_those_of_the_reference() {
     assert!(blocks.status.code() == Some(2) && said.contains("8 bits have no blocks"), "{said}");
     let done = flashover(&[&args[..], &["--quant", "int8"]].concat());
     let said = String::from_utf8_lossy(&done.stdout).into_owned();
-    assert!(done.status.success() && said.contains("in int8, an absmax a row"), "{said}");
+    assert!(done.status.success() && said.contains("in int8, one absmax per row"), "{said}");
 }
 
 /// The reported bytes equal the bytes of the tensors in the files.
