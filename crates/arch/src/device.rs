@@ -132,7 +132,7 @@ impl Device {
     /// # Errors
     /// [`OpenError::Foreign`] if the runtime has no backend here.
     #[doc(hidden)]
-    pub fn of(raw: cubecl::Device) -> Result<Self, OpenError> {
+    pub fn from_raw(raw: cubecl::Device) -> Result<Self, OpenError> {
         let client = raw.client();
         let backend = match client.name() {
             "cuda" => Backend::Cuda,

@@ -187,7 +187,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    pub(crate) fn of(self, tensor: impl Into<String>) -> Error {
+    pub(crate) fn in_tensor(self, tensor: impl Into<String>) -> Error {
         Error::Tensor { tensor: tensor.into(), reason: self }
     }
 }

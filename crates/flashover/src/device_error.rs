@@ -34,7 +34,7 @@ pub enum DeviceError {
 
 impl DeviceError {
     /// Returns the failure behind CubeCL's message `why`.
-    pub(crate) fn of(device: &Device, why: String) -> Self {
+    pub(crate) fn new(device: &Device, why: String) -> Self {
         match bytes_lacked(&why) {
             None => Self::Failed(why),
             Some(need) => Self::OutOfMemory {

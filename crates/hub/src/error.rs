@@ -70,7 +70,7 @@ pub enum HubError {
 }
 
 impl HubError {
-    pub(crate) fn of(failure: Failure, hub: &Hub, model: &ModelName) -> Self {
+    pub(crate) fn from_failure(failure: Failure, hub: &Hub, model: &ModelName) -> Self {
         let (model, endpoint) = (model.clone(), hub.endpoint.clone());
         match failure {
             Failure::Status { status: 404, elsewhere: None, .. } => {
