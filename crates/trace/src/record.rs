@@ -376,8 +376,8 @@ const fn clock_of(method: TimingMethod) -> Clock {
     }
 }
 
-/// Returns `rotate_heads` for `kernels::rope::rotate_heads::RotateHeads<..>`: CubeCL names the module of a kernel's struct
-/// after its function.
+/// Returns `rotate_heads` for `kernels::rope::rotate_heads::RotateHeads<..>`: CubeCL names the module of a kernel's
+/// struct after its function.
 fn function_of(kernel: &str) -> String {
     let path = kernel.split_once('<').map_or(kernel, |(path, _)| path);
     let mut parts = path.rsplit("::");
