@@ -376,8 +376,8 @@ const fn clock_of(method: TimingMethod) -> Clock {
     }
 }
 
-/// Returns `turn_heads` for `kernels::rope::turn_heads::TurnHeads<..>`: CubeCL names the module of a kernel's struct
-/// after its function.
+/// Returns `rotate_heads` for `kernels::rope::rotate_heads::RotateHeads<..>`: CubeCL names the module of a kernel's
+/// struct after its function.
 fn function_of(kernel: &str) -> String {
     let path = kernel.split_once('<').map_or(kernel, |(path, _)| path);
     let mut parts = path.rsplit("::");
@@ -391,7 +391,7 @@ mod tests {
 
     #[test]
     fn kernels_are_called_as_their_functions() {
-        assert_eq!(function_of("kernels::rope::turn_heads::TurnHeads<f32, 4>"), "turn_heads");
+        assert_eq!(function_of("kernels::rope::rotate_heads::RotateHeads<f32, 4>"), "rotate_heads");
         assert_eq!(function_of("kernels::norm::norm_rows::NormRows"), "norm_rows");
         assert_eq!(function_of("Alone"), "Alone");
         assert_eq!(function_of("a::b::C<x::y::Z>"), "b");
