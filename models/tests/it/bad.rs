@@ -104,8 +104,8 @@ fn what_cannot_be_quantised_is_named() {
         assert_eq!(
             error.to_string(),
             format!(
-                "tensor {name}: the weight holds infinities or NaN\n\
-                 hint: codes of 4 or 8 bits stand for finite numbers only"
+                "tensor {name}: expected a finite weight, got infinities or NaN\n\
+                 hint: keep the weight dense, or repair its values"
             )
         );
     }

@@ -486,7 +486,7 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (to("link"), "is a link to nothing".into()),
         (to("absent/out"), "has no folder".into()),
         (to("model/out"), "lies in the folder of the model".into()),
-        (with(&["--block-size", "48"]), "blocks of 48".into()),
+        (with(&["--block-size", "48"]), "from 32 to 4096, got 48".into()),
         (with(&["--quant", "nf3"]), "unknown quantisation `nf3`".into()),
         (with(&["--profile", "rtx4090"]), "--backend".into()),
         (with(&["--report", &place.text("absent/x.json")]), "there is no folder".into()),
