@@ -248,7 +248,7 @@ fn attention_weighs_values_by_their_keys() {
     let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
     let error = run_op("attention", &cpu(), &BTreeMap::from(inputs), &[], Policy::Default);
     let text = error.expect_err("three rows for two queries").to_string();
-    assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
+    assert!(text.contains("\nhint: pass bias as [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
     assert!(fails(&[("window", "0")]).contains("\nhint: use a whole number of keys from 1"));
     let twice = fails(&[("causal", "true"), ("scale", "1"), ("causal", "false")]);
