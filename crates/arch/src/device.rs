@@ -30,12 +30,15 @@ pub enum OpenError {
     Unavailable { backend: Backend, why: String, how: String },
     /// The back end has fewer devices.
     #[error(
-        "no {backend} device {ordinal}: this machine has {count}\nhint: devices count from 0; `flashover doctor` \
-         lists the first of each back end"
+        "no {backend} device {ordinal}: this machine has {count}\nhint: pass a device number from \
+         0; `flashover doctor` lists the first device of each backend"
     )]
     Ordinal { backend: Backend, ordinal: usize, count: usize },
     /// Another library's device uses a runtime without a backend here.
-    #[error("no backend for CubeCL's runtime {runtime}\nhint: one of cuda, vulkan, webgpu, cpu")]
+    #[error(
+        "no backend for CubeCL's runtime {runtime}\nhint: open the device with cuda, vulkan, \
+         webgpu or cpu"
+    )]
     Foreign { runtime: String },
     #[error(transparent)]
     UnknownProfile(#[from] UnknownProfile),
@@ -102,13 +105,13 @@ impl Device {
             Backend::Vulkan => {
                 let adapter = adapters
                     .get(ordinal)
-                    .ok_or_else(|| gone("the Vulkan loader finds no hardware driver".to_owned()))?;
+                    .ok_or_else(|| gone("the Vulkan loader found no hardware driver".to_owned()))?;
                 cubecl::Device::vulkan(adapter.kind.clone())
             }
             Backend::WebGpu => {
                 let adapter = adapters
                     .get(ordinal)
-                    .ok_or_else(|| gone("EGL finds no OpenGL ES 3.1 driver".to_owned()))?;
+                    .ok_or_else(|| gone("EGL found no OpenGL ES 3.1 driver".to_owned()))?;
                 cubecl::Device::gl(adapter.kind.clone())
             }
         }

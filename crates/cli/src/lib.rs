@@ -186,7 +186,7 @@ fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
         shown(&report)
     })?;
     if require_gpu && !report.has_gpu() {
-        bail!("no GPU answers\nhint: the lines under `missing` say what each back end needs");
+        bail!("no GPU is available\nhint: install the drivers and libraries listed under `missing`");
     }
     Ok(())
 }
@@ -207,7 +207,7 @@ fn shown(report: &Report) -> String {
     }
     match &report.chosen {
         Some(c) => out += &format!("chosen\n  {}: {}\n", c.backend, c.why),
-        None => out += "chosen\n  nothing: no back end answers\n",
+        None => out += "chosen\n  nothing: no backend is available\n",
     }
     if !report.missing.is_empty() {
         out += "missing\n";

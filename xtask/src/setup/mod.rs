@@ -89,7 +89,7 @@ fn absent_driver(
         (
             Backend::Cuda,
             "libcuda.so.1",
-            "install the NVIDIA driver, 580 or newer, which NVRTC 13 needs",
+            "install NVIDIA driver 580 or newer, which NVRTC 13 needs",
         ),
         (
             Backend::Vulkan,
