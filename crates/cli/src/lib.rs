@@ -186,7 +186,9 @@ fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
         shown(&report)
     })?;
     if require_gpu && !report.has_gpu() {
-        bail!("no GPU is available\nhint: install the drivers and libraries listed under `missing`");
+        bail!(
+            "no GPU is available\nhint: install the drivers and libraries listed under `missing`"
+        );
     }
     Ok(())
 }

@@ -86,11 +86,7 @@ fn absent_driver(
 ) -> Option<(Backend, &'static str, &'static str)> {
     let Selection::List(list) = selection else { return None };
     let drivers = [
-        (
-            Backend::Cuda,
-            "libcuda.so.1",
-            "install NVIDIA driver 580 or newer, which NVRTC 13 needs",
-        ),
+        (Backend::Cuda, "libcuda.so.1", "install NVIDIA driver 580 or newer, which NVRTC 13 needs"),
         (
             Backend::Vulkan,
             "libvulkan.so.1",
