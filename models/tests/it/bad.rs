@@ -62,8 +62,8 @@ fn everything_that_is_wrong_is_said_at_once() {
          missing: model.norm.weight\n\
          unused: adapter\n\
          unused: model.layers.2.mlp.up_proj.weight\n\
-         wrong: tensor model.layers.0.self_attn.q_proj.weight: has shape [64, 16] where [32, 32] was expected\n\
-         wrong: tensor lm_head.weight: is I64 where F16 or BF16 or F32 was expected"
+         wrong: tensor model.layers.0.self_attn.q_proj.weight: has shape [64, 16], expected [32, 32]\n\
+         wrong: tensor lm_head.weight: is I64, expected F16 or BF16 or F32"
     );
 }
 
@@ -81,7 +81,7 @@ fn pointers_of_git_lfs_and_gguf_files_are_named() {
         assert_eq!(error.hint(), "\nhint: `git lfs pull` in its folder fetches the file");
         let refused = error.to_string();
         assert!(refused.contains(file), "{refused}");
-        assert!(refused.contains("it is a pointer of git-lfs, not the file"), "{refused}");
+        assert!(refused.contains("it is a git-lfs pointer, not the file"), "{refused}");
     }
     let folder = tempfile::tempdir().expect("a folder for the test");
     let path = folder.path().join("model-q4_0.gguf");
@@ -183,7 +183,7 @@ fn a_broken_quantisation_is_wrong_not_unused() {
     };
     assert!(missing.is_empty() && unused.is_empty(), "{unused:?}");
     let [why] = &wrong[..] else { panic!("{wrong:?}") };
-    assert_eq!(why.to_string(), format!("tensor {name}.quant_map: is not there"));
+    assert_eq!(why.to_string(), format!("tensor {name}.quant_map: is missing"));
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn shards_that_are_cut_or_gone() {
     );
     fs::remove_file(&shard).expect("there");
     let error = Weights::open(folder.path()).expect_err("gone").to_string();
-    assert!(error.contains("model-00002-of-00004.safetensors, which is not there"), "{error}");
+    assert!(error.contains("model-00002-of-00004.safetensors, which does not exist"), "{error}");
     fs::remove_file(folder.path().join("config.json")).expect("there");
     let error = Weights::open(folder.path()).expect_err("no config").to_string();
     assert!(error.contains("config.json: "), "{error}");

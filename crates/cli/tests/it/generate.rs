@@ -353,7 +353,7 @@ fn the_command_refuses_what_is_wrong() {
     let one = ["--tokens", "1,2"];
     refused(&none, &one, "hint: a model is a folder");
     refused(&bare, &one, "hint: a model is a folder");
-    refused(&shards, &one, "which is not there\nhint: download all shards");
+    refused(&shards, &one, "which does not exist\nhint: download all shards");
     refused(&family, &one, "\nhint: a model of one of these families");
     refused(&cut, &one, "\nhint: the file is cut or damaged");
     refused(&tokenizer, &one, "the model a vocabulary of");

@@ -128,7 +128,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["--preset", "latency"], "preset latency is not for training\nhint: ");
     with(&["--memory-limit", "30MiB"], "activations and gradients");
     with(&["-c", "513"], "513 positions, but the model has 512\nhint: -c 512, or leave -c out");
-    with(&["--adapter", other], "has shape [4, 32] where [4, 256]");
+    with(&["--adapter", other], "has shape [4, 32], expected [4, 256]");
 }
 
 #[test]
