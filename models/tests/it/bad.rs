@@ -57,7 +57,7 @@ fn everything_that_is_wrong_is_said_at_once() {
     let error = with("llama", &tensors).expect_err("spoiled");
     assert_eq!(
         error.to_string(),
-        "tensors are damaged, or not those of config.json: 2 missing, 2 unused, 2 wrong\n\
+        "tensors are damaged or do not match config.json: 2 missing, 2 unused, 2 wrong\n\
          missing: model.layers.1.mlp.up_proj.weight\n\
          missing: model.norm.weight\n\
          unused: adapter\n\
@@ -78,7 +78,7 @@ fn pointers_of_git_lfs_and_gguf_files_are_named() {
         }
         fs::write(folder.path().join(file), pointer).expect("written");
         let error = Weights::open(folder.path()).expect_err("a pointer");
-        assert_eq!(error.hint(), "\nhint: `git lfs pull` in its folder fetches the file");
+        assert_eq!(error.hint(), "\nhint: fetch the file with `git lfs pull` in its folder");
         let refused = error.to_string();
         assert!(refused.contains(file), "{refused}");
         assert!(refused.contains("it is a git-lfs pointer, not the file"), "{refused}");
@@ -87,7 +87,7 @@ fn pointers_of_git_lfs_and_gguf_files_are_named() {
     let path = folder.path().join("model-q4_0.gguf");
     fs::write(&path, "GGUF").expect("written");
     let refused = Weights::open(&path).expect_err("a file").to_string();
-    assert!(refused.contains("it is a file of GGUF"), "{refused}");
+    assert!(refused.contains("it is a GGUF file"), "{refused}");
 }
 
 #[test]

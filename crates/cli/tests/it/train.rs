@@ -112,17 +112,17 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["--clip", "-1"], "clip is -1\nhint: ");
     with(&["--clip", "nan"], "clip is NaN\nhint: ");
     with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
-    with(&["--lora-alpha", "0"], "rank 16 and alpha 0 make no adapter\nhint: ");
+    with(&["--lora-alpha", "0"], "rank 16 and alpha 0 are not supported\nhint: ");
     with(&["--profile-trace", &data], "is read and written\nhint: ");
     with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
     let other = fixture("llama").join("lora");
     let other = other.to_str().expect("UTF-8");
     with(&["--adapter", other, "--lora-rank", "4"], "has its rank, alpha and matrices\nhint: ");
     with(&["--kv-cache", "int8"], "holds no keys and values from one pass to the next\nhint: ");
-    with(&["--lora-rank", "0"], "rank 0 and alpha 0 make no adapter\nhint: ");
+    with(&["--lora-rank", "0"], "rank 0 and alpha 0 are not supported\nhint: ");
     with(
         &["--lora-targets", "head"],
-        "no matrix of a layer is called head\nhint: one of down_proj, ",
+        "no layer matrix is named head\nhint: use one of down_proj, ",
     );
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--preset", "latency"], "preset latency is not for training\nhint: ");

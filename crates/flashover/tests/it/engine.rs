@@ -325,7 +325,7 @@ fn a_folder_knows_what_a_request_needs() {
     assert!(context.context().is_some(), "{context}");
     assert!(matches!(folder.check(&[]), Err(GenerateError::EmptyPrompt)));
     let token = folder.check(&[1, 99_999]).expect_err("no such token").to_string();
-    assert!(token.starts_with("token 99999 is past"), "{token}");
+    assert!(token.starts_with("token 99999 is outside"), "{token}");
 }
 
 #[test]
