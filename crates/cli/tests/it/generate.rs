@@ -168,7 +168,7 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
 fn a_broken_chat_template_stops_chats_alone() {
     let no_end = "{% for i in range(9000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}";
     for (template, why) in [
-        ("{% for m in messages %}", "error: chat template `default` is broken: "),
+        ("{% for m in messages %}", "error: chat template `default` is invalid: "),
         (no_end, "error: chat template `default` fails on these messages: "),
     ] {
         let folder = demo_with(template);
@@ -201,7 +201,7 @@ fn a_template_that_takes_all_memory_is_refused() {
         let out = flashover(&[&asked[..], &["--model", model]].concat());
         let said = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(2), "{template}: {said}");
-        assert!(said.contains("its values and its text take over 67108864 steps"), "{said}");
+        assert!(said.contains("its values and its text take more than 67108864 steps"), "{said}");
     }
 }
 
@@ -356,7 +356,7 @@ fn the_command_refuses_what_is_wrong() {
     refused(&shards, &one, "which does not exist\nhint: download all shards");
     refused(&family, &one, "\nhint: use a model of one of these families");
     refused(&cut, &one, "\nhint: download the file again; it is truncated or damaged");
-    refused(&tokenizer, &one, "the model a vocabulary of");
+    refused(&tokenizer, &one, "but the model has a vocabulary of");
     // An EOS token outside of the vocabulary cannot be sampled; the model is accepted with a warning.
     let path = eos.to_str().expect("UTF-8");
     let out = flashover(&["plan", "--model", path, "--backend", "cpu"]);

@@ -476,7 +476,7 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (of("inf"), format!("tensor {weight} holds infinities or NaN")),
         (of("less"), format!("missing: {weight}")),
         (of("family"), "`model_type` is \"rwkv\"".into()),
-        (of("words"), "the model a vocabulary of".into()),
+        (of("words"), "but the model has a vocabulary of".into()),
         (of("codes"), "mlp.down_proj.weight is already quantised".into()),
         (of("cut"), "not a safetensors file".into()),
         (of("absent"), "cannot read".into()),
