@@ -310,7 +310,7 @@ fn measure(
     };
     let samples: Vec<f64> = samples.iter().map(|ns| ns / parts).collect();
     let Some(Summary { median, p10, p90, p95, samples }) = Summary::of(&samples) else {
-        record.error = Some("the clock gave no finite time".to_owned());
+        record.error = Some("the clock returned no finite time".to_owned());
         return Ok(());
     };
     (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));

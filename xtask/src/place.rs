@@ -42,7 +42,7 @@ impl Place {
         if let Some(root) = manifest.iter().chain([&cwd]).find_map(|dir| workspace_around(dir)) {
             return Ok(Self::Workspace(root));
         }
-        let exe = env::current_exe().context("the path of this program cannot be read")?;
+        let exe = env::current_exe().context("cannot read the path of this program")?;
         match exe.parent() {
             Some(dir) if has_programs(dir) => Ok(Self::Bundle(dir.to_owned())),
             _ => Err(usage(

@@ -489,7 +489,10 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (with(&["--block-size", "48"]), "from 32 to 4096, got 48".into()),
         (with(&["--quant", "nf3"]), "unknown quantisation `nf3`".into()),
         (with(&["--profile", "rtx4090"]), "--backend".into()),
-        (with(&["--report", &place.text("absent/x.json")]), "there is no folder".into()),
+        (
+            with(&["--report", &place.text("absent/x.json")]),
+            " does not exist\nhint: create it".into(),
+        ),
         (with(&["--report", &weights]), "is read and written".into()),
     ] {
         let text = String::from_utf8_lossy(&done.stderr);

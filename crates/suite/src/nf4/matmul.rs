@@ -411,7 +411,7 @@ fn rejoined(
     let halves: Vec<_> = halves.iter().map(|(weight, buffers)| (*weight, buffers)).collect();
     let (weight, joined) = join(device, &halves).map_err(kernel_error)?;
     if weight != p.weight {
-        return Err(kernel_error(format!("{weight:?} was joined of halves of {:?}", p.weight)));
+        return Err(kernel_error(format!("{weight:?} was joined from halves of {:?}", p.weight)));
     }
     Ok(joined)
 }
