@@ -340,14 +340,14 @@ fn steps_and_prompt(engine: &Engine) -> anyhow::Result<f64> {
     for token in &tokens {
         apart.extend(session.logits(&[*token])?);
     }
-    let most = largest(together.iter().map(|logit| f64::from(logit.abs())));
-    let gaps = together.iter().zip(&apart).map(|(a, b)| f64::from((a - b).abs()) / most);
+    let max = largest(together.iter().map(|logit| f64::from(logit.abs())));
+    let gaps = together.iter().zip(&apart).map(|(a, b)| f64::from((a - b).abs()) / max);
     Ok(largest(gaps))
 }
 
 /// Maximum of non-negative values; NaN if one of them is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
-    let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
+    let larger = |max: f64, value: f64| if value <= max || max.is_nan() { max } else { value };
     values.into_iter().fold(0.0, larger)
 }
 

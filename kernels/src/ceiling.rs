@@ -68,8 +68,8 @@ fn copy_kernel(
 pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     let cache = device.profile().cache_bytes.unwrap_or(32 << 20) as usize;
     // Devices with a buffer limit bind at most 128 MiB.
-    let most = if device.profile().max_buffer_bytes.is_some() { 64 << 20 } else { 1 << 30 };
-    let bytes = (8 * cache).clamp(64 << 20, most) / 4096 * 4096;
+    let max = if device.profile().max_buffer_bytes.is_some() { 64 << 20 } else { 1 << 30 };
+    let bytes = (8 * cache).clamp(64 << 20, max) / 4096 * 4096;
     // A dedicated allocation returns to the driver afterwards, and the pages of a pool do not distort the
     // timing.
     let [from, to] = device.client().memory_dedicated_allocation((), |()| {
@@ -196,7 +196,7 @@ fn multiply_kernel<I: Float, W: Size>(
     steps: u32,
     #[comptime] chains: usize,
     #[comptime] inst_k: u32,
-    #[comptime] half_sums: bool,
+    #[comptime] f16_accumulation: bool,
     #[define(I)] _dtype: ElemType,
 ) {
     let seed = f32::cast_from(UNIT_POS) * 1.0e-3 + 1.0e-3;
@@ -219,7 +219,7 @@ fn multiply_kernel<I: Float, W: Size>(
             sum += acc[i];
         }
         out[ABSOLUTE_POS] = sum.extract(0usize);
-    } else if comptime!(half_sums) {
+    } else if comptime!(f16_accumulation) {
         out[CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize] = halves(seed, steps);
     } else {
         let def = MmaDefinition::<I, I, f32>::new(16usize, 8usize, inst_k as usize);

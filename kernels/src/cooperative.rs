@@ -1,16 +1,16 @@
 //! Shared-memory tiles for plane-scope matrices: the path through Vulkan's `VK_KHR_cooperative_matrix`.
 //!
 //! There are no asynchronous copies. A unit reads its part of the next tile into registers, multiplies the
-//! current tile, and then stores the registers to shared memory. A tile is declared as words of 16 bytes,
-//! whatever its element type. Units therefore store whole words, and the driver knows that every line of a
+//! current tile, and then stores the registers to shared memory. A tile is declared as vectors of 16 bytes,
+//! whatever its element type. Units therefore store whole vectors, and the driver knows that every line of a
 //! matrix is aligned. A matrix may be loaded through a pointer to any type. The pitch of lines is an odd
-//! number of words, so that eight neighbouring lines lie in different banks.
+//! number of vectors, so that eight neighbouring lines lie in different banks.
 
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
 /// Declared element of a tile: 16 bytes.
-pub(crate) type Word = Vector<u32, Const<4>>;
+pub(crate) type U32x4 = Vector<u32, Const<4>>;
 
 /// Shape of a tile of 16-bit elements, and the number of units that copy it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -38,20 +38,20 @@ pub(crate) struct Corner {
 }
 
 impl Tile {
-    /// Words from one line to the next.
+    /// Vectors from one line to the next.
     pub(crate) const fn pitch(self) -> u32 {
         self.line / 8 + 1
     }
 
-    pub(crate) const fn words(self) -> u32 {
+    pub(crate) const fn vectors(self) -> u32 {
         self.lines * self.pitch()
     }
 
     pub(crate) const fn bytes(self) -> u32 {
-        16 * self.words()
+        16 * self.vectors()
     }
 
-    /// Words that a unit copies.
+    /// Vectors that a unit copies.
     pub(crate) const fn copies(self) -> usize {
         (self.lines * self.line / 8).div_ceil(self.units) as usize
     }
@@ -61,11 +61,11 @@ impl Tile {
     }
 }
 
-/// Reads the words of a tile that unit `unit` copies. Words past the ends are 0.
+/// Reads the vectors of a tile that unit `unit` copies. Vectors past the ends are 0.
 #[cube]
 pub(crate) fn read<F: Float, N: Size>(
     from: &[Vector<F, N>],
-    into: &mut Array<Word>,
+    into: &mut Array<U32x4>,
     corner: &Corner,
     unit: u32,
     #[comptime] tile: Tile,
@@ -80,7 +80,7 @@ pub(crate) fn read<F: Float, N: Size>(
         if comptime!(tile.exact && tile.divides()) {
             into[i] = eight::<F, N>(from, at, 8u32, true);
         } else {
-            let mut found = Word::new(0u32);
+            let mut found = U32x4::new(0u32);
             let is_there = comptime!(tile.divides()) || word < comptime!(tile.lines * per_line);
             if is_there && line < corner.lines && element < corner.elements {
                 found = eight::<F, N>(from, at, corner.elements - element, tile.exact);
@@ -97,9 +97,9 @@ fn eight<F: Float, N: Size>(
     at: usize,
     left: u32,
     #[comptime] all: bool,
-) -> Word {
+) -> U32x4 {
     let width = N::value();
-    let mut word = Word::new(0u32);
+    let mut word = U32x4::new(0u32);
     if comptime!(width == 4) {
         #[unroll]
         for half in 0..2usize {
@@ -127,9 +127,9 @@ fn eight<F: Float, N: Size>(
     word
 }
 
-/// Stores the words read by [`read`] in the tile.
+/// Stores the vectors read by [`read`] in the tile.
 #[cube]
-pub(crate) fn put(shared: &mut [Word], read: &Array<Word>, unit: u32, #[comptime] tile: Tile) {
+pub(crate) fn put(shared: &mut [U32x4], read: &Array<U32x4>, unit: u32, #[comptime] tile: Tile) {
     let per_line = comptime!(tile.line / 8);
     #[unroll]
     for i in 0..comptime!(tile.copies()) {
@@ -145,7 +145,7 @@ pub(crate) fn put(shared: &mut [Word], read: &Array<Word>, unit: u32, #[comptime
 /// line `line`. `element` is a multiple of 8.
 #[cube]
 pub(crate) fn load<F: Float>(
-    shared: &[Word],
+    shared: &[U32x4],
     line: u32,
     element: u32,
     #[comptime] ident: MatrixIdent,

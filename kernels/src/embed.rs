@@ -216,7 +216,7 @@ impl Kernel for Embed {
         Cost { flops: tables * out as u64, bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &EmbedProblem) -> Result<EmbedConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &EmbedProblem) -> Result<EmbedConfig, Infeasible> {
         let units = arch.cores().unwrap_or(64);
         let config = EmbedConfig { units };
         Self::check(arch, p, &config).map(|()| config)
@@ -387,8 +387,8 @@ mod tests {
                 let p = EmbedProblem::new([2, 3], [10, 7], dtype).expect("valid");
                 let all = Embed::candidates(&arch, &p);
                 assert!(!all.is_empty(), "{name} {dtype}");
-                let simplest = Embed::simplest(&arch, &p).expect("there is one");
-                Embed::check(&arch, &p, &simplest).expect("it is feasible");
+                let baseline = Embed::baseline(&arch, &p).expect("there is one");
+                Embed::check(&arch, &p, &baseline).expect("it is feasible");
             }
         }
     }

@@ -45,8 +45,8 @@ pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), 
 
 /// Checks the loop iterations of a unit over all its loops. The test that ends a loop counts as one.
 pub(crate) fn iterations(arch: &ArchProfile, need: u64) -> Result<(), Infeasible> {
-    match arch.max_loop_turns {
-        Some(have) if need > u64::from(have) => Err(Infeasible::Turns { need, have }),
+    match arch.max_loop_iterations {
+        Some(have) if need > u64::from(have) => Err(Infeasible::Iterations { need, have }),
         _ => Ok(()),
     }
 }

@@ -8,9 +8,9 @@
 
 pub mod attention;
 pub mod ceiling;
-mod coded;
 mod cooperative;
 pub mod cross_entropy;
+mod dequant;
 mod elem;
 pub mod embed;
 mod fits;

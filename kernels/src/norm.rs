@@ -152,7 +152,7 @@ impl Kernel for Norm {
     fn candidates(arch: &ArchProfile, p: &NormProblem) -> Vec<NormConfig> {
         let mut configs = Vec::new();
         if arch.cores().is_some() {
-            configs.extend(Self::simplest(arch, p));
+            configs.extend(Self::baseline(arch, p));
             return configs;
         }
         // Two vectors a unit give enough loads in flight with few units to sum over.
@@ -183,7 +183,7 @@ impl Kernel for Norm {
         Cost { flops: 4 * all, bytes: (matrices * all + vectors) * size }
     }
 
-    fn simplest(arch: &ArchProfile, p: &NormProblem) -> Result<NormConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &NormProblem) -> Result<NormConfig, Infeasible> {
         let config = match arch.cores() {
             Some(units) => NormConfig { units, lanes: 1 },
             None => NormConfig { units: 64, lanes: 64 },
@@ -454,8 +454,8 @@ mod tests {
                     let p = NormProblem::new(7, width, dtype, NormKind::Rms, 1e-5).expect("valid");
                     let all = Norm::candidates(&arch, &p);
                     assert!(!all.is_empty(), "{name} {p:?}");
-                    let simplest = Norm::simplest(&arch, &p).expect("there is one");
-                    for config in all.into_iter().chain([simplest]) {
+                    let baseline = Norm::baseline(&arch, &p).expect("there is one");
+                    for config in all.into_iter().chain([baseline]) {
                         Norm::check(&arch, &p, &config).expect("it is feasible");
                     }
                 }

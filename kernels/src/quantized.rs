@@ -10,7 +10,7 @@ use tune::Kernel;
 
 use crate::int8::{self, Activations, Int8Dequantize, Int8Matmul};
 use crate::matmul::{Epilogue, EpilogueBuffers, InvalidMatmul, NormBuffers};
-use crate::nf4::{self, CodeBook, Nf4Dequantize, Nf4Matmul, Order};
+use crate::nf4::{self, Codebook, Nf4Dequantize, Nf4Matmul, Order};
 use crate::norm::NormKind;
 use crate::q8_0::{self, Q8_0Dequantize, Q8_0Matmul};
 use crate::weight::copy_words;
@@ -38,7 +38,7 @@ pub struct Weight(Kind);
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
-    FourBit { weight: nf4::Weight, book: CodeBook },
+    FourBit { weight: nf4::Weight, codebook: Codebook },
     Int8 { weight: int8::Weight, activations: Option<Activations> },
     Q8_0(q8_0::Weight),
 }
@@ -77,10 +77,10 @@ impl Weight {
         if !format.info().has_options && scheme != format.scheme() {
             return Err(InvalidWeight::Scheme(format));
         }
-        Ok(Self(match (CodeBook::of(format), block) {
-            (Some(book), Block::Elements(block_size)) => {
+        Ok(Self(match (Codebook::of(format), block) {
+            (Some(codebook), Block::Elements(block_size)) => {
                 let nested = scales == Scales::Nested;
-                Kind::FourBit { weight: nf4::Weight::new(n, k, block_size, nested)?, book }
+                Kind::FourBit { weight: nf4::Weight::new(n, k, block_size, nested)?, codebook }
             }
             (Some(_), Block::Row) => return Err(InvalidWeight::Scheme(format)),
             (None, _) if format == WeightFormat::Q8_0 => Kind::Q8_0(q8_0::Weight::new(n, k)?),
@@ -99,8 +99,8 @@ impl Weight {
 
     pub fn scheme(&self) -> Scheme {
         match self.0 {
-            Kind::FourBit { weight, book } => Scheme {
-                format: book.format(),
+            Kind::FourBit { weight, codebook } => Scheme {
+                format: codebook.format(),
                 block: Block::Elements(weight.block_size),
                 scales: if weight.nested { Scales::Nested } else { Scales::F32 },
             },
@@ -135,9 +135,9 @@ impl Weight {
     #[must_use]
     pub fn in_best_order(self, arch: &ArchProfile) -> Self {
         match self.0 {
-            Kind::FourBit { weight, book } if arch.inline_ptx() => {
+            Kind::FourBit { weight, codebook } if arch.inline_ptx() => {
                 let weight = weight.ordered(Order::Tiles).unwrap_or(weight);
-                Self(Kind::FourBit { weight, book })
+                Self(Kind::FourBit { weight, codebook })
             }
             _ => self,
         }
@@ -147,9 +147,9 @@ impl Weight {
     #[must_use]
     pub const fn in_rows(self) -> Self {
         match self.0 {
-            Kind::FourBit { weight, book } => {
+            Kind::FourBit { weight, codebook } => {
                 let weight = nf4::Weight { order: Order::Rows, ..weight };
-                Self(Kind::FourBit { weight, book })
+                Self(Kind::FourBit { weight, codebook })
             }
             _ => self,
         }
@@ -190,8 +190,8 @@ impl Weight {
         dtype: DType,
     ) -> Result<Vec<Handle>, QuantizeError> {
         Ok(match self.0 {
-            Kind::FourBit { weight, book } => {
-                nf4::quantize(device, values, weight, dtype, book)?.into_handles()
+            Kind::FourBit { weight, codebook } => {
+                nf4::quantize(device, values, weight, dtype, codebook)?.into_handles()
             }
             Kind::Int8 { weight, .. } => {
                 let int8::WeightBuffers { codes, scb } =
@@ -342,10 +342,11 @@ impl Weight {
     pub fn joined(parts: [&Self; 2]) -> Result<Self, InvalidWeight> {
         let [first, second] = parts;
         Ok(Self(match (first.0, second.0) {
-            (Kind::FourBit { weight, book }, Kind::FourBit { weight: other, book: own })
-                if own == book =>
-            {
-                Kind::FourBit { weight: nf4::Weight::joined(&[weight, other])?, book }
+            (
+                Kind::FourBit { weight, codebook },
+                Kind::FourBit { weight: other, codebook: own },
+            ) if own == codebook => {
+                Kind::FourBit { weight: nf4::Weight::joined(&[weight, other])?, codebook }
             }
             (
                 Kind::Int8 { weight, activations },
@@ -391,13 +392,13 @@ impl Weight {
 
 /// Maximum rows of x (of `dtype`) for which codes are multiplied directly. For more rows the weight may be
 /// dequantised first.
-pub fn coded_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32 {
+pub fn max_fused_rows(arch: &ArchProfile, format: WeightFormat, dtype: DType) -> u32 {
     match format {
         // int8 may be dequantised from 3 rows on; no shipped config does so for this few rows.
         WeightFormat::Nf4 | WeightFormat::Fp4 | WeightFormat::Int8 => {
-            Nf4Matmul::coded_rows(arch, dtype)
+            Nf4Matmul::max_fused_rows(arch, dtype)
         }
-        WeightFormat::Q8_0 => q8_0::CODED_ROWS,
+        WeightFormat::Q8_0 => q8_0::MAX_FUSED_ROWS,
     }
 }
 

@@ -56,8 +56,8 @@ pub enum QuantizeError {
 /// Returns the grid for `len` words: cubes and units of a cube.
 pub(crate) fn spread(device: &Device, len: usize) -> (CubeCount, CubeDim) {
     let alone = device.profile().cores().is_some();
-    let (units, most) = if alone { (1, 1) } else { (128, 65_535) };
-    let cubes = len.div_ceil(units as usize).min(most) as u32;
+    let (units, max) = if alone { (1, 1) } else { (128, 65_535) };
+    let cubes = len.div_ceil(units as usize).min(max) as u32;
     (CubeCount::Static(cubes, 1, 1), CubeDim::new_1d(units))
 }
 

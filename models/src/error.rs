@@ -88,8 +88,8 @@ pub enum Error {
     },
     /// A rank of 0 or above the limit, or an alpha that is not a finite number above 0.
     #[error(
-        "rank {rank} and alpha {alpha} are not supported\nhint: use a rank from 1 to {most} and \
-         an alpha above 0 (--lora-rank, --lora-alpha)"
+        "rank {rank} and alpha {alpha} are not supported\nhint: use a rank from 1 to {max} and an alpha \
+         above 0 (--lora-rank, --lora-alpha)"
     )]
     Rank {
         /// The requested rank.
@@ -97,14 +97,14 @@ pub enum Error {
         /// The requested alpha.
         alpha: f64,
         /// The largest valid rank.
-        most: usize,
+        max: usize,
     },
     /// A batch without tokens to learn, or with an empty sequence.
     #[error(
         "a batch has no tokens to learn\nhint: pass sequences of at least two tokens, and at \
          least one token after the prompt"
     )]
-    Lesson,
+    NothingToLearn,
     /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {

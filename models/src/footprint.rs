@@ -60,7 +60,7 @@ pub struct ModelPrecision {
     /// See [`LoadOptions::tf32`](crate::LoadOptions::tf32).
     pub tf32: bool,
     /// Weight format of the layers; none for dense matrices.
-    pub matrices: Option<WeightFormat>,
+    pub weight_format: Option<WeightFormat>,
     /// Format of the KV cache.
     pub kv: KvFormat,
     /// Most columns of an unmerged LoRA of one projection: the sum of its modules' ranks; 0 without one.
@@ -123,7 +123,7 @@ impl ModelPrecision {
 
     /// Returns the bytes of a layer's matrix `[n, k]`.
     pub(crate) fn matrix_bytes(self, shape: &[usize]) -> u128 {
-        match (self.matrices, shape) {
+        match (self.weight_format, shape) {
             (Some(format), &[n, k]) => format.scheme().bytes([n, k]),
             _ => values_of(shape) * self.size(),
         }
@@ -131,7 +131,7 @@ impl ModelPrecision {
 
     /// Returns true if gate and up of a feed-forward block are one matrix.
     fn joins_gate(self, ffn: Ffn) -> bool {
-        ffn == Ffn::Gated && self.matrices.is_some_and(|format| format.info().gated)
+        ffn == Ffn::Gated && self.weight_format.is_some_and(|format| format.info().gated)
     }
 }
 

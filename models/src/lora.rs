@@ -453,7 +453,7 @@ impl DecoderConfig {
     pub fn factors(&self, options: &LoraOptions) -> Result<Vec<Factor>, Error> {
         let LoraOptions { rank, alpha, targets, .. } = options;
         if !((*alpha as f32).is_finite() && *alpha > 0.0) {
-            return Err(Error::Rank { rank: *rank, alpha: *alpha, most: MAX_RANK });
+            return Err(Error::Rank { rank: *rank, alpha: *alpha, max: MAX_RANK });
         }
         let mut all: Vec<Factor> = Vec::new();
         for param in self.params() {
@@ -471,7 +471,7 @@ impl DecoderConfig {
             all.push(Factor { layer, block, row, module, n, k, at: 0 });
         }
         if !(1..=MAX_RANK).contains(rank) {
-            return Err(Error::Rank { rank: *rank, alpha: *alpha, most: MAX_RANK });
+            return Err(Error::Rank { rank: *rank, alpha: *alpha, max: MAX_RANK });
         }
         let known: BTreeSet<&str> = all.iter().map(Factor::name).collect();
         if let Some(target) = targets.iter().find(|target| !known.contains(target.as_str())) {

@@ -114,9 +114,9 @@ impl Rope {
             }
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_seq } => base
                 .map(|(_, f)| {
-                    let turns = *original_max_seq as f64 * f / TAU;
+                    let rotations = *original_max_seq as f64 * f / TAU;
                     let width = high_freq_factor - low_freq_factor;
-                    let kept = ((turns - low_freq_factor) / width).clamp(0.0, 1.0);
+                    let kept = ((rotations - low_freq_factor) / width).clamp(0.0, 1.0);
                     blend(f, *factor, kept)
                 })
                 .collect(),
@@ -150,8 +150,8 @@ impl Rope {
         else {
             return [0.0, 0.0];
         };
-        let pair = |turns: f64| {
-            let wavelengths = original_max_seq as f64 / (turns * TAU);
+        let pair = |rotations: f64| {
+            let wavelengths = original_max_seq as f64 / (rotations * TAU);
             self.dim as f64 * wavelengths.ln() / (2.0 * self.theta.ln())
         };
         let [mut low, mut high] = [beta_fast, beta_slow].map(pair);

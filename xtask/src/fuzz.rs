@@ -11,7 +11,7 @@ use crate::programs::run_cargo;
 use crate::setup::{self, Cuda, Wants};
 
 /// Limit of the address space in KiB: the mappings of a test program before it reads a file, plus 2 GiB.
-const MOST: &str = "3145728";
+const MAX_KIB: &str = "3145728";
 
 pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
     let place = Place::find()?;
@@ -23,7 +23,7 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
     let mut limited = Command::new("sh");
     limited
         .current_dir(root)
-        .args(["-c", r#"ulimit -v "$1" && shift && exec "$@""#, "sh", MOST])
+        .args(["-c", r#"ulimit -v "$1" && shift && exec "$@""#, "sh", MAX_KIB])
         .arg(cargo.get_program())
         .args(tests)
         .args(["--", &format!("fuzz::{}", args.filter.as_deref().unwrap_or_default())])

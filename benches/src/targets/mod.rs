@@ -130,15 +130,15 @@ fn summarised(rows: &[Row]) -> String {
         |---|---|---:|---:|---:|---:|---:|\n"
         .to_owned();
     for group in rows.chunk_by(|a, b| (a.target, a.kernel) == (b.target, b.kernel)) {
-        let most = |of: fn(&Row) -> u32| group.iter().map(of).max().unwrap_or(0);
+        let max = |of: fn(&Row) -> u32| group.iter().map(of).max().unwrap_or(0);
         text += &format!(
             "| {} | {} | {} | {} | {} | {} | {} |\n",
             group[0].target,
             group[0].kernel,
             group.len(),
-            most(|row| row.usage.registers),
+            max(|row| row.usage.registers),
             group.iter().filter(|row| row.usage.spilled() > 0).count(),
-            most(|row| row.usage.shared),
+            max(|row| row.usage.shared),
             group.iter().map(|row| row.occupancy).min().unwrap_or(0),
         );
     }

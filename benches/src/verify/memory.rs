@@ -53,13 +53,13 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
     let engine =
         Engine::random(device, SHAPE, &EngineOptions { budget, ..options }).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
-    let held = settled(&engine)?;
+    let held = used_after_clearing(&engine)?;
     for _ in 0..3 {
         match logits(&engine, LONG) {
             Err(GenerateError::Plan(PlanError::Memory(_))) => {}
             other => return Err(unlike("a refusal by the plan", other)),
         }
-        same(held, settled(&engine)?, "a refusal leaves")?;
+        same(held, used_after_clearing(&engine)?, "a refusal leaves")?;
     }
     let verdict = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     drop(engine);
@@ -72,9 +72,9 @@ fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     let options = EngineOptions { policy: Some(Policy::Default), ..EngineOptions::default() };
     let engine = Engine::random(&device.clone().into(), SHAPE, &options).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
-    let held = settled(&engine)?;
+    let held = used_after_clearing(&engine)?;
     let others = take(device, free(device)?.saturating_sub(LEFT));
-    let held_and_taken = settled(&engine)?;
+    let held_and_taken = used_after_clearing(&engine)?;
     let left = free(device)?;
     if left > 2 * LEFT {
         return Err(CheckError::Kernel(format!("{left} bytes are free where the rest was taken")));
@@ -83,13 +83,13 @@ fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
         Err(GenerateError::Device(DeviceError::OutOfMemory { .. })) => {}
         other => return Err(unlike("memory that ran out", other)),
     }
-    same(held_and_taken, settled(&engine)?, "what did not fit leaves")?;
+    same(held_and_taken, used_after_clearing(&engine)?, "what did not fit leaves")?;
     let meanwhile = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     if !meanwhile.comparison.passed {
         return Ok(meanwhile);
     }
     drop(others);
-    same(held, settled(&engine)?, "others leave")?;
+    same(held, used_after_clearing(&engine)?, "others leave")?;
     // The long sequence fits once the other allocations are freed.
     equal(&logits(&engine, LONG).map_err(failed)?, &want)
 }
@@ -110,7 +110,7 @@ fn logits(engine: &Engine, positions: usize) -> Result<Vec<f32>, GenerateError> 
 }
 
 /// Bytes in use after the caches have been freed.
-fn settled(engine: &Engine) -> Result<u64, CheckError> {
+fn used_after_clearing(engine: &Engine) -> Result<u64, CheckError> {
     engine.clear_cache().map_err(failed)?;
     Ok(engine.memory().used_bytes)
 }

@@ -70,7 +70,7 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
 fn is_dense(folder: &Path) -> Result<Value, String> {
     let options = LoadOptions::default();
     let open = Weights::open(folder).and_then(|own| models::on_device(&own, None, &options));
-    match open.map(|own| own.matrices) {
+    match open.map(|own| own.weight_format) {
         Ok(Some(_)) => Err("weights of 4 and 8 bits are not multiplied in tf32".to_owned()),
         _ => Ok(json!({})),
     }

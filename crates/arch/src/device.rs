@@ -272,7 +272,7 @@ fn profile_of(client: &Client, backend: Backend, ordinal: usize) -> ArchProfile 
             Backend::WebGpu => Some(properties.memory.max_page_size),
             _ => None,
         },
-        max_loop_turns: facts::max_loop_turns(&properties.identity.name),
+        max_loop_iterations: facts::max_loop_iterations(&properties.identity.name),
         cache_bytes: match backend {
             Backend::Cuda => facts::cuda_l2_bytes(ordinal),
             _ => hw.last_level_cache_size.map(|b| b as u64),

@@ -102,7 +102,7 @@ fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
 
 /// Number of iterations after which the driver of the device `name` stops loops. Mesa's llvmpipe counts the iterations
 /// of a program and leaves every loop at the limit (`LP_MAX_TGSI_LOOP_ITERATIONS` of `lp_bld_limits.h`).
-pub(crate) fn max_loop_turns(name: &str) -> Option<u32> {
+pub(crate) fn max_loop_iterations(name: &str) -> Option<u32> {
     name.to_lowercase().contains("llvmpipe").then_some(65_535)
 }
 

@@ -6,6 +6,7 @@
 
 mod bf16;
 mod capabilities;
+mod cards;
 mod device;
 mod facts;
 mod host;
@@ -13,6 +14,7 @@ pub mod monitor;
 mod profile;
 pub mod report;
 
+pub use cards::cards;
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
 pub use host::HostMemory;

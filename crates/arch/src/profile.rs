@@ -102,8 +102,8 @@ pub struct ArchProfile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_buffer_bytes: Option<u64>,
     /// Number of iterations, over all loops of a unit, after which the device silently stops loops.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_loop_turns: Option<u32>,
+    #[serde(rename = "max_loop_turns", default, skip_serializing_if = "Option::is_none")]
+    pub max_loop_iterations: Option<u32>,
     /// Bytes of the last-level cache.
     pub cache_bytes: Option<u64>,
     /// Smallest and largest number of units that run in lock step (warp, subgroup).
@@ -148,7 +148,7 @@ impl ArchProfile {
             load_bytes: self.load_bytes.min(limit.load_bytes),
             memory_bytes: least(self.memory_bytes, limit.memory_bytes),
             max_buffer_bytes: least(self.max_buffer_bytes, limit.max_buffer_bytes),
-            max_loop_turns: least(self.max_loop_turns, limit.max_loop_turns),
+            max_loop_iterations: least(self.max_loop_iterations, limit.max_loop_iterations),
             dtypes: &self.dtypes & &limit.dtypes,
             mma: common(&self.mma, &limit.mma),
             cmma: common(&self.cmma, &limit.cmma),

@@ -8,12 +8,12 @@ use crate::dtype::to_file;
 
 /// Returns the beginning of a text from a file, with control characters escaped, for one line of a message.
 pub fn short(text: impl fmt::Display) -> String {
-    const MOST: usize = 200;
+    const MAX_CHARS: usize = 200;
     let text = text.to_string();
     let mut out = String::new();
     for (at, char) in text.chars().enumerate() {
         match char {
-            _ if at == MOST => return out + "...",
+            _ if at == MAX_CHARS => return out + "...",
             control if control.is_control() => out.extend(control.escape_debug()),
             plain => out.push(plain),
         }
@@ -23,9 +23,9 @@ pub fn short(text: impl fmt::Display) -> String {
 
 /// Adds a line for each item of a list; of a long list, only the first and the number of the others.
 pub fn list<T: fmt::Display>(text: &mut String, kind: &str, all: impl ExactSizeIterator<Item = T>) {
-    const MOST: usize = 1000;
-    let more = all.len().saturating_sub(MOST);
-    for one in all.take(MOST) {
+    const MAX_LINES: usize = 1000;
+    let more = all.len().saturating_sub(MAX_LINES);
+    for one in all.take(MAX_LINES) {
         text.push_str(&format!("\n{kind}: {}", short(one)));
     }
     if more > 0 {

@@ -19,7 +19,7 @@ use crate::dtype::from_file;
 use crate::{Error, Found, Reason};
 
 /// Largest accepted header in bytes, as in the safetensors crate: its JSON is held in memory.
-const MOST_HEADER_BYTES: usize = 100_000_000;
+const MAX_HEADER_BYTES: usize = 100_000_000;
 
 /// Tensors by name, in one file or in the shards of a folder. Files are memory-mapped: only requested
 /// tensors are read, without a copy.
@@ -313,8 +313,8 @@ fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> 
     let (len, rest) = file.split_first_chunk::<8>().ok_or("it is shorter than 8 bytes")?;
     let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
     let header = rest.get(..len).ok_or("its header is longer than the file")?;
-    if len > MOST_HEADER_BYTES {
-        return Err(format!("its header has {len} bytes, expected at most {MOST_HEADER_BYTES}"));
+    if len > MAX_HEADER_BYTES {
+        return Err(format!("its header has {len} bytes, expected at most {MAX_HEADER_BYTES}"));
     }
     let metadata: Metadata = serde_json::from_slice(header).map_err(|why| why.to_string())?;
     let (need, have) = (metadata.data_len(), rest.len() - len);

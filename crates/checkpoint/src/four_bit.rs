@@ -291,9 +291,9 @@ impl<'a> FourBit<'a> {
         if self.quant_map.is_sorted() != (quant_type == WeightFormat::Nf4) {
             return Err(Reason::QuantMap(quant_type).of(format!("{name}.quant_map")));
         }
-        let most = self.quant_map.iter().fold(0.0f32, |most, v| most.max(v.abs()));
-        if most != 1.0 {
-            return Err(Reason::QuantMapEnd(most).of(format!("{name}.quant_map")));
+        let max = self.quant_map.iter().fold(0.0f32, |max, v| max.max(v.abs()));
+        if max != 1.0 {
+            return Err(Reason::QuantMapEnd(max).of(format!("{name}.quant_map")));
         }
         let scales = |part: &str, values: &[f32]| {
             magnitudes(values).map_err(|reason| reason.of(format!("{name}.{part}")))

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::Reason;
 
 /// Largest accepted state in bytes; those of bitsandbytes have some 170 bytes.
-pub(crate) const MOST_BYTES: usize = 4096;
+pub(crate) const MAX_BYTES: usize = 4096;
 
 /// Quantization state of bitsandbytes, with its order of fields.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -25,7 +25,7 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Reason> {
-        if bytes.len() > MOST_BYTES {
+        if bytes.len() > MAX_BYTES {
             return Err(Reason::State(format!("{} bytes are too many", bytes.len())));
         }
         let state: Self =
@@ -128,6 +128,6 @@ mod tests {
             let error = State::parse(nested.replace(from, to).as_bytes()).expect_err(to);
             assert!(error.to_string().contains(word), "{to}: {error}");
         }
-        assert!(State::parse(&[b' '; MOST_BYTES + 1]).is_err());
+        assert!(State::parse(&[b' '; MAX_BYTES + 1]).is_err());
     }
 }

@@ -9,7 +9,7 @@ use tempfile::NamedTempFile;
 
 use crate::dtype::to_file;
 use crate::file::bytes_of;
-use crate::state::MOST_BYTES;
+use crate::state::MAX_BYTES;
 use crate::{Error, Reason, Tensor};
 
 /// Name, dtype and shape of a tensor to be written.
@@ -63,7 +63,7 @@ impl Plan {
         if tensor.dtype != self.dtype {
             return Err(Reason::DType { have: tensor.dtype, need: vec![self.dtype] });
         }
-        let need = self.shape.clone().unwrap_or_else(|| vec![tensor.bytes.len().min(MOST_BYTES)]);
+        let need = self.shape.clone().unwrap_or_else(|| vec![tensor.bytes.len().min(MAX_BYTES)]);
         if tensor.shape != need {
             return Err(Reason::Shape { have: tensor.shape.clone(), need });
         }
@@ -73,7 +73,7 @@ impl Plan {
 
     /// Returns the bytes of the tensor; for a text, the maximum.
     fn bytes(&self) -> Result<usize, Reason> {
-        self.shape.as_ref().map_or(Ok(MOST_BYTES), |shape| bytes_of(self.dtype, shape))
+        self.shape.as_ref().map_or(Ok(MAX_BYTES), |shape| bytes_of(self.dtype, shape))
     }
 }
 
@@ -108,7 +108,7 @@ impl Writer {
         }
         let refused = |why| Error::Write { path: path.clone(), why };
         // Texts never exceed their reserved room, so no number in the final header has more digits.
-        let longest = header(&slots, |_| MOST_BYTES).map_err(refused)?;
+        let longest = header(&slots, |_| MAX_BYTES).map_err(refused)?;
         let header_bytes = longest.len().next_multiple_of(8);
         let file = beside(&path).map_err(refused)?;
         Ok(Self { path, file, header_bytes, slots, names })

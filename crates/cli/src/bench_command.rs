@@ -17,8 +17,6 @@ use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    #[command(flatten)]
-    of: SubjectArgs,
     /// Prompt tokens: comma-separated numbers or ranges such as 64-512*2 or 128-512+128; 0 skips prefill tests
     #[arg(short = 'p', long, allow_hyphen_values = true, default_value = "512", value_parser = sizes)]
     n_prompt: Sizes,
@@ -38,10 +36,12 @@ pub(crate) struct Args {
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repetitions: u16,
     /// Output format
-    #[arg(short = 'o', long, default_value = "md")]
-    output: Format,
+    #[arg(long, default_value = "md")]
+    format: Format,
     #[command(flatten)]
     trace: TraceArgs,
+    #[command(flatten)]
+    of: SubjectArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -62,7 +62,7 @@ enum Format {
 struct Sizes(Vec<usize>);
 
 /// Maximum number of sizes in one option.
-const MOST: usize = 1000;
+const MAX_SIZES: usize = 1000;
 
 /// Parses a comma-separated list of sizes and ranges: `512`, `64-512*2`, `128-512+128`.
 fn sizes(text: &str) -> Result<Sizes, String> {
@@ -90,9 +90,9 @@ fn sizes(text: &str) -> Result<Sizes, String> {
             return Err(bad(part));
         }
         while size <= last {
-            if all.len() == MOST {
+            if all.len() == MAX_SIZES {
                 return Err(format!(
-                    "expected at most {MOST} sizes, got more at `{part}`\nhint: use larger steps"
+                    "expected at most {MAX_SIZES} sizes, got more at `{part}`\nhint: use larger steps"
                 ));
             }
             all.push(size);
@@ -145,11 +145,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if tests.is_empty() {
         bail!("no test to measure\nhint: set -p or -n, and --batch, above 0");
     }
-    if let Some(most) = args.find_batch {
+    if let Some(max_batch) = args.find_batch {
         match args.batch.0[..] {
-            [begin] if begin <= most as usize => {}
+            [begin] if begin <= max_batch as usize => {}
             [begin] => bail!(
-                "--batch {begin} is above --find-batch {most}\nhint: the search starts at --batch and ends at --find-batch"
+                "--batch {begin} is above --find-batch {max_batch}\nhint: the search starts at --batch and ends at --find-batch"
             ),
             _ => bail!(
                 "--find-batch expects one start, got several in --batch\nhint: give --batch one number"
@@ -167,7 +167,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let load_ns = begin.elapsed().as_nanos() as f64;
     let ceilings = Ceilings::measure(&engine)?;
     let tracing = Tracing::start(file, &engine)?;
-    let mut printed = Printer::new(args.output);
+    let mut printed = Printer::new(args.format);
     let mut one = |test| -> anyhow::Result<f64> {
         interrupt::check("stopped")?;
         let speed = engine.measure(test, args.repetitions.into())?;
@@ -178,8 +178,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let _listening = interrupt::listen()?;
     let measured = tests.into_iter().try_for_each(|test| match args.find_batch {
         None => one(test).map(drop),
-        Some(most) => {
-            found.push((test, find_batch(test, most as usize, &mut one)?));
+        Some(max_batch) => {
+            found.push((test, find_batch(test, max_batch as usize, &mut one)?));
             Ok(())
         }
     });
@@ -188,8 +188,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let traced = tracing.finish(&engine);
     measured?;
     traced?;
-    let most = args.find_batch.unwrap_or_default() as usize;
-    found.iter().for_each(|(test, found)| command::note!("{}", best(*test, most, found)));
+    let max_batch = args.find_batch.unwrap_or_default() as usize;
+    found.iter().for_each(|(test, found)| command::note!("{}", best(*test, max_batch, found)));
     match found.iter().find(|(_, found)| found.batch == 0) {
         Some((test, _)) => bail!(
             "{} does not fit, even with one sequence\nhint: use fewer tokens, a larger memory budget or --quant nf4",
@@ -203,10 +203,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// because it has no row.
 fn find_batch(
     test: SpeedTest,
-    most: usize,
+    max_batch: usize,
     mut one: impl FnMut(SpeedTest) -> anyhow::Result<f64>,
 ) -> anyhow::Result<BatchSize> {
-    find_batch_size(test.batch, most, |batch| match one(SpeedTest { batch, ..test }) {
+    find_batch_size(test.batch, max_batch, |batch| match one(SpeedTest { batch, ..test }) {
         Ok(rate) => Ok(Some(rate)),
         Err(why) if is_memory(&why) => {
             command::note!("{}: a batch of {batch} does not fit", test.name());
@@ -222,7 +222,7 @@ fn is_memory(why: &anyhow::Error) -> bool {
 }
 
 /// Formats the best batch and the reasons against larger ones.
-fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
+fn best(test: SpeedTest, max_batch: usize, found: &BatchSize) -> String {
     if found.batch == 0 {
         return format!("{}: does not fit, even with one sequence", test.name());
     }
@@ -239,8 +239,8 @@ fn best(test: SpeedTest, most: usize, found: &BatchSize) -> String {
     if !refused.is_empty() {
         why.push(format!("do not fit: {}", refused.join(", ")));
     }
-    if found.tries.iter().any(|tried| tried.batch == most) {
-        why.push(format!("{most} is the limit of --find-batch"));
+    if found.tries.iter().any(|tried| tried.batch == max_batch) {
+        why.push(format!("{max_batch} is the limit of --find-batch"));
     }
     format!(
         "{}: best {}, {:.2} tokens/s ({})",
@@ -459,11 +459,11 @@ mod tests {
 
     #[test]
     fn a_search_says_why_it_ended() {
-        let said = |batch: usize, most, tries: &[(usize, Option<f64>)]| {
+        let said = |batch: usize, max_batch, tries: &[(usize, Option<f64>)]| {
             let tries = tries.iter().map(|(batch, rate)| BatchTry { batch: *batch, rate: *rate });
             let found = BatchSize { batch, rate: 9.0, tries: tries.collect() };
             let test = SpeedTest { prompt: 16, generated: 0, depth: 0, batch: 1 };
-            best(test, most, &found)
+            best(test, max_batch, &found)
         };
         let tries = [(8, None), (4, Some(9.0)), (5, Some(8.0)), (7, Some(8.5))];
         let all = "pp16: best 4, 9.00 tokens/s (not faster: 5, 7; do not fit: 8)";

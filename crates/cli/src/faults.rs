@@ -85,3 +85,49 @@ pub(crate) fn name_signals() -> anyhow::Result<()> {
 
 #[cfg(not(unix))]
 pub(crate) fn on_panic() {}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::fs::{self, File};
+    use std::process::Command;
+
+    use checkpoint::{DType, Plan, Tensor, Writer};
+
+    use super::*;
+
+    /// Environment variable that names the file to the process that ends.
+    const FILE: &str = "FLASHOVER_SHORTENED_FILE";
+
+    /// The process that ends: reads a tensor of a file that became shorter.
+    #[test]
+    fn reads_a_shortened_file() {
+        let Some(path) = std::env::var_os(FILE) else { return };
+        name_signals().expect("no handler is refused");
+        let file = checkpoint::Checkpoint::open(&path).expect("whole");
+        let tensor = file.tensor("all").expect("there");
+        let shorter = File::options().write(true).open(&path).expect("ours");
+        shorter.set_len(4096).expect("it is longer");
+        let sum: u64 = tensor.bytes.iter().map(|byte| u64::from(*byte)).sum();
+        panic!("the bytes are gone, but their sum is {sum}");
+    }
+
+    #[test]
+    fn a_shortened_file_is_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.safetensors");
+        let tensor = Tensor::new(DType::F32, &[100_000], vec![1; 400_000]);
+        let plan = Plan::new("all", tensor.dtype, &tensor.shape);
+        let mut writer = Writer::create(path.clone(), vec![plan]).expect("writable");
+        writer.write_all(&[("all".to_owned(), tensor)]).expect("room");
+        writer.finish().expect("room");
+        let out = Command::new(std::env::current_exe().expect("this test"))
+            .args(["faults::tests::reads_a_shortened_file", "--exact", "--nocapture"])
+            .env(FILE, &path)
+            .output()
+            .expect("it runs");
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(135), "{said}");
+        assert!(said.contains(SHORTENED), "{said}");
+        assert_eq!(fs::metadata(path).expect("there").len(), 4096);
+    }
+}

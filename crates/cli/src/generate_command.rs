@@ -2,7 +2,6 @@
 
 use std::io::{BufRead, IsTerminal};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 
 use anyhow::{anyhow, bail};
 use flashover::memory::Workload;
@@ -11,63 +10,60 @@ use tune::timing::Stopwatch;
 
 use crate::interrupt;
 use crate::model_args::{
-    ModelArgs, PresetArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, standard_input,
-    text_file, token, unread,
+    ModelArgs, PresetArgs, PromptArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, token,
+    unread,
 };
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
-    model: ModelArgs,
-    /// Prompt as text [default: standard input]
-    #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["tokens", "prompt_file"])]
-    prompt: Option<String>,
-    /// Read the prompt from a UTF-8 text file
-    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
-    prompt_file: Option<PathBuf>,
+    prompt: PromptArgs,
     /// Prompt as comma-separated token ids; the output is token ids too
     #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token, conflicts_with = "stops")]
     tokens: Option<Vec<u32>>,
     /// Format the prompt with the model's chat template, as a user message
     #[arg(long, conflicts_with = "tokens")]
     chat: bool,
+    /// Do not repeat the prompt in front of its completion; only a terminal gets it
+    #[arg(long)]
+    no_echo: bool,
     /// Number of completions, generated as one batch
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     completions: u16,
     #[command(flatten)]
     preset: PresetArgs,
     #[command(flatten)]
+    trace: TraceArgs,
+    #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
-    trace: TraceArgs,
+    model: ModelArgs,
 }
 
 #[derive(clap::Args)]
 pub(crate) struct ChatArgs {
-    #[command(flatten)]
-    model: ModelArgs,
     /// System message at the start of the conversation
     #[arg(long, allow_hyphen_values = true)]
     system: Option<String>,
     /// Context length of the conversation in tokens [default: that of the model, at most 8192]
-    #[arg(long)]
+    #[arg(long, short)]
     context: Option<usize>,
     #[command(flatten)]
     preset: PresetArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
+    #[command(flatten)]
+    model: ModelArgs,
 }
 
 pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
-    let text = match (&args.prompt, &args.prompt_file, &args.tokens) {
-        (Some(prompt), ..) => Some(prompt.clone()),
-        (_, Some(file), _) => Some(text_file(file, "--prompt-file")?),
-        (.., Some(_)) => None,
-        (None, None, None) => Some(standard_input()?),
+    let text = match args.tokens {
+        Some(_) => None,
+        None => Some(args.prompt.text()?),
     };
     let file = args.trace.file()?;
     let folder = args.model.open()?;
-    let read = || folder.files().into_iter().chain(args.prompt_file.clone());
+    let read = || folder.files().into_iter().chain(args.prompt.prompt_file.clone());
     file.as_ref().map_or(Ok(()), |file| all_spared(read(), file))?;
     let prompt = match (&text, &args.tokens) {
         (Some(text), _) if args.chat => folder.encode_chat(&[Message::new("user", text)])?,
@@ -89,6 +85,10 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<()> {
     if args.completions > 1 {
         several(&engine, &prompt, args.completions, &request, text.is_some(), load)?;
     } else {
+        let echoed = !args.no_echo && !args.chat && std::io::stdout().is_terminal();
+        if let Some(text) = text.as_ref().filter(|_| echoed) {
+            command::print(text)?;
+        }
         one(&engine, &prompt, &request, text.is_some(), load)?;
     }
     tracing.finish(&engine)?;
@@ -240,8 +240,8 @@ pub(crate) fn chat(args: &ChatArgs) -> anyhow::Result<()> {
     let engine = args.model.load(folder, args.preset.preset, Workload::new(1, context), None);
     let engine = engine.map_err(|why| {
         match why.downcast_ref::<LoadError>().and_then(LoadError::context) {
-            Some(most) => anyhow!(
-                "expected a context of at most {most} tokens, got {context}\nhint: use --context {most} or less"
+            Some(max) => anyhow!(
+                "expected a context of at most {max} tokens, got {context}\nhint: use --context {max} or less"
             ),
             None => why,
         }

@@ -1,5 +1,4 @@
-//! The `flashover` command, as a library: the program that measures holds it too, so that a bundle carries the
-//! back ends once.
+//! The `flashover` command as a library. `flashover-bench` contains it, so that a bundle has the back ends only once.
 
 mod bench_command;
 mod compare_command;
@@ -9,6 +8,7 @@ mod interrupt;
 mod logits_command;
 mod model_args;
 mod monitor_command;
+mod op_command;
 mod panics;
 mod plan_command;
 mod profile_command;
@@ -16,28 +16,55 @@ mod quantize_command;
 mod tokenize_command;
 mod train_command;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{anyhow, bail};
-use clap::{Parser, Subcommand};
-use command::OutFile;
-use flashover::device::DType;
+use clap::{CommandFactory, Parser, Subcommand};
 use flashover::device::report::{KernelCache, Report};
-use flashover::host::{HostTensor, run_op};
 use flashover::quantize::QuantizeError;
-use flashover::{Backend, Device, Policy};
 use report::CompareArgs;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
-/// With the commit that it was built of, so that what a script measured says of what.
+/// Version with the commit of the build, which records of measurements name.
 const VERSION: &str =
     concat!(env!("CARGO_PKG_VERSION"), " (", env!("FLASHOVER_COMMIT"), env!("FLASHOVER_MARK"), ")");
 
-/// Runs and inspects Flashover's kernels on this machine.
+/// Layout of `flashover --help`, whose commands stand in [`GROUPS`].
+const TEMPLATE: &str = "\
+{about}
+
+{usage-heading} {usage}
+
+{before-help}Options:
+{options}";
+
+const GROUPS: [(&str, &[&str]); 5] = [
+    ("Run a model", &["generate", "chat", "tokenize", "logits"]),
+    ("Train and convert", &["train", "quantize"]),
+    ("Measure and plan", &["bench", "profile", "compare", "plan"]),
+    ("This machine", &["doctor", "monitor", "op"]),
+    ("Shell", &["completions", "man", "help"]),
+];
+
+/// Lists the commands by group.
+fn groups() -> String {
+    let commands = Command::augment_subcommands(clap::Command::new("flashover"));
+    let mut text = String::new();
+    for (title, names) in GROUPS {
+        text += &format!("{title}:\n");
+        for name in names {
+            let about = commands.find_subcommand(name).and_then(clap::Command::get_about);
+            let about = about.map_or_else(|| "Print help".to_owned(), ToString::to_string);
+            text += &format!("  {name:<12} {about}\n");
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Runs, fine-tunes and measures language models on GPUs and CPUs.
 #[derive(Parser)]
-#[command(name = "flashover", version = VERSION, about)]
+#[command(name = "flashover", version = VERSION, about, help_template = TEMPLATE, before_help = groups())]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -45,102 +72,93 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Print every device, which one is chosen and why, what is missing and how to get it
+    /// Print the devices, which one is the default and why, and what is missing
+    ///
+    /// Example: flashover doctor --require-gpu
     Doctor {
+        /// Print JSON
         #[arg(long)]
         json: bool,
         /// Exit with 2 unless a GPU answers
         #[arg(long)]
         require_gpu: bool,
     },
-    /// Show heat, power, clocks, memory and load of every device, and what to do about it
+    /// Show temperature, power, clocks, memory and load of every device, with advice
     ///
     /// Example: flashover monitor --interval 5 --csv
     Monitor(monitor_command::Args),
     /// Run one kernel on tensors of a safetensors file
     ///
     /// Example: flashover op matmul --input in.safetensors --output out.safetensors --backend cpu
-    Op {
-        /// matmul: takes lhs, rhs and optionally bias, gives out; attention: takes q, k, v and
-        /// optionally bias, gives out and lse; with dout, the gradient of out, also dq, dk and dv
-        name: String,
-        #[arg(long)]
-        input: PathBuf,
-        #[arg(long)]
-        output: PathBuf,
-        /// cuda, vulkan, webgpu or cpu
-        #[arg(long)]
-        backend: Backend,
-        /// Restrict the device to a recorded profile, such as rtx4090
-        #[arg(long)]
-        profile: Option<String>,
-        /// Settings of the op, such as rhs=col, tf32=true or causal=true
-        #[arg(long = "set", value_parser = pair)]
-        settings: Vec<(String, String)>,
-        /// What an unknown shape gets: frozen, default or measure
-        #[arg(long, default_value = "default")]
-        policy: Policy,
-    },
-    /// Write a Hugging Face model with the matrices of its layers in 4 or 8 bits, as bitsandbytes has them
+    Op(op_command::Args),
+    /// Quantise a model's layers to 4 or 8 bits, in bitsandbytes' file format
     ///
     /// Example: flashover quantize --model llama --output llama-nf4 --report
     Quantize(quantize_command::Args),
-    /// Go on from a text with a model
+    /// Generate text from a prompt
     ///
     /// Example: flashover generate --model models/demo --prompt "Once upon a time"
     Generate(generate_command::GenerateArgs),
-    /// Talk with a model that has a chat template, a line a message
+    /// Chat with a model through its chat template, one line per message
     ///
     /// Example: flashover chat --model llama-instruct --quant nf4
     Chat(generate_command::ChatArgs),
-    /// Measure how fast a model passes prompts and generates, as llama-bench does
+    /// Measure prefill and decode speed, with the tests of llama-bench
     ///
     /// Example: flashover bench --shape llama-3-8b --quant nf4 -p 512 -n 128 --batch 1,16
     Bench(bench_command::Args),
-    /// Run one model on several back ends, in several precisions: tokens, logits, perplexity and speed side by side
+    /// Compare one model across back ends and precisions: tokens, logits, perplexity, speed
     ///
     /// Example: flashover compare --model models/demo --backend cuda,vulkan,cpu --quant none,nf4
     #[command(args_override_self = true)]
     Compare(CompareArgs),
-    /// Say what a model takes of a device's memory, and the largest batch and context, without loading it
+    /// Print the memory that a model needs, its largest batch and context, before loading it
     ///
     /// Example: flashover plan --shape llama-3-8b --quant nf4 --batch 4 --context 4096 --profile rtx4080
     Plan(plan_command::Args),
-    /// Print where the time of a model goes, operator by operator and layer by layer
+    /// Print a model's time by operator and by layer
     ///
     /// Example: flashover profile --model models/demo -p 128 -n 16 --trace trace.json
     Profile(profile_command::Args),
-    /// Learn an adapter of a model from examples, the model itself as it is or in 4 or 8 bits
+    /// Fine-tune a model: train a LoRA adapter on examples, over dense or quantised weights
     ///
     /// Example: flashover train --model models/demo --data stories.txt --output adapter --steps 50
     Train(train_command::Args),
-    /// Write the logits of every position, to compare with another engine
+    /// Write the logits of every position to a file
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
     Logits(logits_command::Args),
-    /// Print the token ids of a text, or what ids stand for
+    /// Convert a text to token ids, or ids to text
     ///
     /// Example: flashover tokenize --model models/demo --prompt "Once upon a time"
     Tokenize(tokenize_command::Args),
+    /// Print a script that completes commands and options in a shell
+    ///
+    /// Example: flashover completions bash > ~/.local/share/bash-completion/completions/flashover
+    Completions {
+        /// Shell to complete in
+        shell: clap_complete::Shell,
+    },
+    /// Write manual pages of all commands
+    ///
+    /// Example: flashover man --output ~/.local/share/man/man1
+    Man {
+        /// Folder for flashover.1 and a page per command
+        #[arg(long, short, value_name = "DIR")]
+        output: PathBuf,
+    },
 }
 
-/// What this program was built from, `-dirty` where that was not committed.
+/// Returns the commit of the build, with `-dirty` if there were changes.
 fn commit() -> String {
     let dirty = env!("FLASHOVER_DIRTY") == "true";
     format!("{}{}", env!("FLASHOVER_COMMIT"), if dirty { "-dirty" } else { "" })
 }
 
-fn pair(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text
-        .split_once('=')
-        .ok_or("it is not of the form key=value\nhint: such as rhs=col or tf32=true")?;
-    Ok((key.to_owned(), value.to_owned()))
-}
-
-/// Parses the command line of this process and runs it. The exit code is 0 when that went well, 2 after an error with a
-/// hint, 1 when `compare` found a back end that fails, and that of a shell after a signal that ended the work.
+/// Parses the command line of this process and runs it. Returns exit code 0 for success, 2 for an error with a hint, 1
+/// if `compare` found a back end that fails, and 128 plus the signal's number if a signal ended the work.
 pub fn main() -> ExitCode {
-    // Runtimes warn of much that is theirs alone; ours are for the caller.
+    // Only our own warnings concern the user; those of the runtimes do not.
     env_logger::Builder::new()
         .filter_level(log::LevelFilter::Error)
         .filter_module("flashover", log::LevelFilter::Warn)
@@ -151,9 +169,7 @@ pub fn main() -> ExitCode {
     let outcome = faults::name_signals().and_then(|()| match command {
         Command::Doctor { json, require_gpu } => doctor(json, require_gpu),
         Command::Monitor(args) => monitor_command::run(&args),
-        Command::Op { name, input, output, backend, profile, settings, policy } => {
-            op(&name, &input, &output, backend, profile.as_deref(), &settings, policy)
-        }
+        Command::Op(args) => op_command::run(&args),
         Command::Quantize(args) => quantize_command::run(&args),
         Command::Generate(args) => generate_command::generate(&args),
         Command::Chat(args) => generate_command::chat(&args),
@@ -164,6 +180,8 @@ pub fn main() -> ExitCode {
         Command::Train(args) => train_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
+        Command::Completions { shell } => completions(shell),
+        Command::Man { output } => man(&output),
     });
     match outcome.and_then(|()| panics::check()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -176,6 +194,21 @@ pub fn main() -> ExitCode {
         }
         Err(e) => ExitCode::from(report::fail::report(&e)),
     }
+}
+
+fn completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "flashover", &mut script);
+    Ok(command::print(&String::from_utf8(script)?)?)
+}
+
+fn man(folder: &Path) -> anyhow::Result<()> {
+    let written = std::fs::create_dir_all(folder);
+    let written = written.and_then(|()| clap_mangen::generate_to(Cli::command(), folder));
+    written.map_err(|why| {
+        let folder = folder.display();
+        anyhow!("cannot write into {folder}: {why}\nhint: choose a folder that is yours to write")
+    })
 }
 
 fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
@@ -193,7 +226,7 @@ fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The report as people read it.
+/// Formats the report for people.
 fn shown(report: &Report) -> String {
     let gib = |b: Option<u64>| {
         b.map_or_else(String::new, |b| format!(", {:.1} GiB", b as f64 / 1073741824.0))
@@ -224,76 +257,48 @@ fn shown(report: &Report) -> String {
     out
 }
 
-fn op(
-    name: &str,
-    input: &Path,
-    output: &Path,
-    backend: Backend,
-    profile: Option<&str>,
-    settings: &[(String, String)],
-    policy: Policy,
-) -> anyhow::Result<()> {
-    let target = OutFile::new(output)?;
-    if OutFile::new(input).is_ok_and(|input| input.is_same(&target)) {
-        bail!("{} is read and written\nhint: give --output another name", output.display());
-    }
-    let inputs = read_tensors(input)?;
-    let mut device = Device::open(backend)?;
-    if let Some(profile) = profile {
-        device = device.restrict(profile)?;
-    }
-    let outputs = run_op(name, &device, &inputs, settings, policy)?;
-    Ok(target.write(&encoded(&outputs)?)?)
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
-    let shown = path.display();
-    let hint = "--input names a safetensors file";
-    let about = |e| anyhow!("cannot read {shown}: {e}\nhint: {hint}");
-    // A pipe or a device may have no end.
-    if !std::fs::metadata(path).map_err(about)?.is_file() {
-        bail!("{shown} is not a file\nhint: {hint}");
+    #[test]
+    fn every_command_is_in_one_group() {
+        let mut grouped: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
+        grouped.sort_unstable();
+        let mut command = Cli::command();
+        command.build();
+        let mut all: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
+        all.sort_unstable();
+        assert_eq!(grouped, all);
     }
-    let bytes = std::fs::read(path).map_err(about)?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| {
-        anyhow!(
-            "{shown} is no safetensors file: {e}\nhint: write one with `save_file` of the \
-             safetensors package"
-        )
-    })?;
-    file.tensors()
-        .into_iter()
-        .map(|(name, view)| {
-            let dtype = match view.dtype() {
-                Dtype::F32 => DType::F32,
-                Dtype::F16 => DType::F16,
-                Dtype::BF16 => DType::Bf16,
-                Dtype::I8 => DType::I8,
-                Dtype::U8 => DType::U8,
-                Dtype::I32 => DType::I32,
-                other => bail!("tensor `{name}` is {other:?}\nhint: f32, f16 or bf16"),
-            };
-            Ok((name, HostTensor::new(dtype, view.shape(), view.data().to_vec())?))
-        })
-        .collect()
-}
 
-/// The tensors as a safetensors file.
-fn encoded(tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<Vec<u8>> {
-    let views: Vec<(&str, TensorView<'_>)> = tensors
-        .iter()
-        .map(|(name, t)| {
-            let dtype = match t.dtype() {
-                DType::F32 | DType::Tf32 => Dtype::F32,
-                DType::F16 => Dtype::F16,
-                DType::Bf16 => Dtype::BF16,
-                DType::I8 => Dtype::I8,
-                DType::U8 => Dtype::U8,
-                DType::I32 => Dtype::I32,
-                other => bail!("output `{name}` is {other}, which no op computes"),
-            };
-            Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
-        })
-        .collect::<anyhow::Result<_>>()?;
-    Ok(safetensors::serialize(views, None)?)
+    /// Every option has a description, and the same letter means the same everywhere.
+    #[test]
+    fn options_are_described_and_letters_mean_one_thing() {
+        let command = Cli::command();
+        let mut letters = std::collections::BTreeMap::new();
+        for own in command.get_subcommands() {
+            for arg in own.get_arguments() {
+                assert!(arg.get_help().is_some(), "{} {}", own.get_name(), arg.get_id());
+                if let Some(letter) = arg.get_short() {
+                    let name = arg.get_long().unwrap_or_default();
+                    assert_eq!(*letters.entry(letter).or_insert(name), name, "{}", own.get_name());
+                }
+            }
+            let about = own.get_long_about().map(ToString::to_string).unwrap_or_default();
+            let own = own.get_name();
+            assert!(own == "help" || about.contains("\n\nExample: flashover "), "{own}: {about}");
+        }
+    }
+
+    #[test]
+    fn help_of_all_commands() {
+        let mut command = Cli::command();
+        let mut text = command.render_help().to_string();
+        for own in command.get_subcommands_mut() {
+            let name = own.get_name().to_owned();
+            text += &format!("\n--- {name}\n{}", own.render_help());
+        }
+        insta::assert_snapshot!(text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n"));
+    }
 }

@@ -8,35 +8,34 @@ use command::OutFile;
 use flashover::host::HostTensor;
 use flashover::memory::Workload;
 
-use crate::encoded;
-use crate::model_args::{ModelArgs, spared, token};
+use crate::model_args::{ModelArgs, PromptArgs, spared, token};
+use crate::op_command::encoded;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    model: ModelArgs,
+    prompt: PromptArgs,
     /// Comma-separated token ids
-    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token, required_unless_present = "prompt")]
+    #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token)]
     tokens: Option<Vec<u32>>,
-    /// Text to tokenize, instead of token ids
-    #[arg(long, allow_hyphen_values = true, conflicts_with = "tokens")]
-    prompt: Option<String>,
     /// Split the tokens into windows of N and run each from an empty KV cache [default: one window]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
     /// Write a safetensors file with logits `[tokens, vocab]` in f32 and tokens `[tokens]` in i32; `-` is standard
     /// output
-    #[arg(long)]
+    #[arg(long, short, value_name = "FILE")]
     output: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let target = OutFile::new(&args.output)?;
     let folder = args.model.open()?;
     spared(&folder, &target)?;
-    let tokens = match (&args.tokens, &args.prompt) {
-        (Some(tokens), _) => tokens.clone(),
-        (None, prompt) => folder.encode(prompt.as_deref().unwrap_or_default())?,
+    let tokens = match &args.tokens {
+        Some(tokens) => tokens.clone(),
+        None => folder.encode(&args.prompt.text()?)?,
     };
     folder.check(&tokens)?;
     let window = args.window.map_or(tokens.len(), |window| window as usize);

@@ -26,6 +26,7 @@ use crate::panics;
 
 /// Choice of the device.
 #[derive(clap::Args)]
+#[command(next_help_heading = "Device")]
 pub(crate) struct DeviceArgs {
     /// Backend: cuda, vulkan, webgpu or cpu [default: the one that `flashover doctor` lists under `chosen`]
     #[arg(long)]
@@ -33,7 +34,8 @@ pub(crate) struct DeviceArgs {
     /// Index of the device among those of the backend, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
-    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend
+    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend. `plan` takes
+    /// any published card instead, such as rtx3060 or l4, and needs no device
     #[arg(long)]
     profile: Option<String>,
 }
@@ -48,6 +50,7 @@ pub(crate) struct HubArgs {
 
 /// Choice of the model, and load options.
 #[derive(clap::Args)]
+#[command(next_help_heading = "Model")]
 pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
@@ -64,6 +67,7 @@ pub(crate) struct ModelArgs {
 
 /// Choice of a model or of a shape with random weights, and load options.
 #[derive(clap::Args)]
+#[command(next_help_heading = "Model")]
 #[group(id = "subject", required = true, multiple = false, args = ["model", "shape"])]
 pub(crate) struct SubjectArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
@@ -87,8 +91,6 @@ pub(crate) enum Subject<'a> {
 /// Load options of a model.
 #[derive(clap::Args)]
 pub(crate) struct LoadArgs {
-    #[command(flatten)]
-    device: DeviceArgs,
     /// Compute dtype: f32, tf32, f16 or bf16 [default: the dtype of the files, or f32 on a CPU or if the device lacks
     /// it]
     #[arg(long, value_parser = dtype)]
@@ -109,6 +111,8 @@ pub(crate) struct LoadArgs {
     /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
     #[arg(long, default_value = "default")]
     policy: Policy,
+    #[command(flatten)]
+    device: DeviceArgs,
     #[command(flatten)]
     budget: BudgetArgs,
 }
@@ -173,9 +177,42 @@ impl Tracing {
     }
 }
 
+/// A prompt as text.
+#[derive(clap::Args)]
+pub(crate) struct PromptArgs {
+    /// Text [default: standard input]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with_all = ["tokens", "prompt_file"])]
+    pub(crate) prompt: Option<String>,
+    /// Read the text from a UTF-8 file
+    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
+    pub(crate) prompt_file: Option<PathBuf>,
+}
+
+impl PromptArgs {
+    /// Returns the text. Without one, reads standard input, and says on a terminal that it waits.
+    pub(crate) fn text(&self) -> anyhow::Result<String> {
+        match (&self.prompt, &self.prompt_file) {
+            (Some(prompt), _) => Ok(prompt.clone()),
+            (None, Some(file)) => text_file(file, "--prompt-file"),
+            (None, None) => {
+                if io::stdin().is_terminal() {
+                    command::note!(
+                        "reading the text from the terminal; Ctrl-D on an empty line ends it"
+                    );
+                }
+                standard_input()
+            }
+        }
+    }
+}
+
 /// Sampling options. They override generation_config.json.
 #[derive(clap::Args)]
+#[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
+    /// Always take the most likely token, like --temperature 0
+    #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p"])]
+    greedy: bool,
     /// Sampling temperature; 0 always takes the most likely token [default: from generation_config.json, else 0]
     #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f32>,
@@ -208,7 +245,7 @@ pub(crate) struct SamplingArgs {
 }
 
 /// Reads all text of standard input.
-pub(crate) fn standard_input() -> anyhow::Result<String> {
+fn standard_input() -> anyhow::Result<String> {
     text_of(io::stdin()).map_err(|why| unread(&why))
 }
 
@@ -459,7 +496,19 @@ pub(crate) fn loaded(
         }
     });
     bar.finish_and_clear();
-    Ok(engine?)
+    let engine = engine?;
+    on(&engine);
+    Ok(engine)
+}
+
+/// Says on a terminal which device and precision a model runs in.
+pub(crate) fn on(engine: &Engine) {
+    if io::stderr().is_terminal() {
+        let (device, (computes, weights)) = (engine.device(), engine.precision());
+        let weights = weights.map_or_else(String::new, |weights| format!(", weights in {weights}"));
+        let name = &device.profile().name;
+        command::note!("on {name} ({}), {computes}{weights}", device.backend());
+    }
 }
 
 impl Subject<'_> {
@@ -541,7 +590,7 @@ impl LoadArgs {
         let Some(positions) = self.max_context else { return Ok(folder) };
         let made_for = folder.config().context();
         let folder = folder.with_max_context(positions.get())?;
-        if let Some(made_for) = made_for.filter(|most| positions.get() > *most) {
+        if let Some(made_for) = made_for.filter(|max| positions.get() > *max) {
             command::note!(
                 "warning: the model has a context of {made_for} tokens; output beyond it may be poor"
             );
@@ -568,11 +617,11 @@ impl LoadArgs {
         }
     }
 
-    /// Returns the recorded profile of `--profile`, which replaces a device. Refuses a profile of another backend than
+    /// Returns the published card of `--profile`, which replaces a device. Refuses a card of another backend than
     /// `--backend`.
     pub(crate) fn described(&self) -> anyhow::Result<Option<ArchProfile>> {
         let Some(name) = &self.device.profile else { return Ok(None) };
-        let profile = ArchProfile::recorded(name)?;
+        let profile = ArchProfile::card(name)?;
         match self.device.backend {
             Some(backend) if backend != profile.backend => {
                 let (profile, of) = (name.clone(), profile.backend);
@@ -588,7 +637,8 @@ impl SamplingArgs {
     pub(crate) fn request(&self, of: &ModelFolder) -> anyhow::Result<Request> {
         let mut request = of.request();
         let sampling = &mut request.sampling;
-        sampling.temperature = self.temperature.unwrap_or(sampling.temperature);
+        let temperature = self.temperature.unwrap_or(sampling.temperature);
+        sampling.temperature = if self.greedy { 0.0 } else { temperature };
         sampling.top_k = self.top_k.unwrap_or(sampling.top_k);
         sampling.top_p = self.top_p.unwrap_or(sampling.top_p);
         sampling.min_p = self.min_p.unwrap_or(sampling.min_p);
@@ -637,8 +687,8 @@ mod tests {
         assert_eq!(refused(text_of(long)), "the text is larger than 64 MiB");
         assert!(refused(text_of(&[0xc3][..])).contains("utf-8"));
         assert_eq!(text_of("\u{2581}x".as_bytes()).ok().as_deref(), Some("\u{2581}x"));
-        let most = text_of(io::repeat(b'x').take(TEXT_BYTES));
-        assert_eq!(most.map(|text| text.len() as u64).ok(), Some(TEXT_BYTES));
+        let max = text_of(io::repeat(b'x').take(TEXT_BYTES));
+        assert_eq!(max.map(|text| text.len() as u64).ok(), Some(TEXT_BYTES));
     }
 
     #[test]

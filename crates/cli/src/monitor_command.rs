@@ -43,9 +43,9 @@ const SECONDS: std::ops::RangeInclusive<f64> = 0.01..=86400.0;
 fn interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| SECONDS.contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| {
-        let (least, most) = (SECONDS.start(), SECONDS.end());
+        let (min, max) = (SECONDS.start(), SECONDS.end());
         format!(
-            "expected an interval, got `{text}`\nhint: seconds from {least} to {most}, such as 0.5"
+            "expected an interval, got `{text}`\nhint: seconds from {min} to {max}, such as 0.5"
         )
     })
 }

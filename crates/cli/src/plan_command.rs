@@ -11,8 +11,6 @@ use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    #[command(flatten)]
-    of: SubjectArgs,
     /// Sequences that run together [default: 1, or the choice of --preset]
     #[arg(long, short = 'b')]
     batch: Option<usize>,
@@ -33,11 +31,13 @@ pub(crate) struct Args {
     /// With --train, keep activations instead of recomputing them in the backward pass
     #[arg(long, requires = "train")]
     keep_activations: bool,
-    #[command(flatten)]
-    lora: LoraArgs,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    lora: LoraArgs,
+    #[command(flatten)]
+    of: SubjectArgs,
 }
 
 /// Weights that training updates.
@@ -119,7 +119,7 @@ fn planned(
 }
 
 fn table(plan: &Plan) -> String {
-    let most = |most: Option<usize>| most.map_or("unknown".to_owned(), |most| most.to_string());
+    let max = |max: Option<usize>| max.map_or("unknown".to_owned(), |max| max.to_string());
     let workload = &plan.workload;
     let mut lines = vec![
         ("model", format!("{}, {}", plan.model, plan.precision())),
@@ -134,8 +134,8 @@ fn table(plan: &Plan) -> String {
     lines.extend(plan.total_bytes.map(|total| ("device memory", bytes(total))));
     lines.push(("reserve", bytes(plan.reserve_bytes)));
     lines.extend(plan.budget_bytes.map(|budget| ("budget", bytes(budget))));
-    lines.push(("largest batch", most(plan.largest_batch)));
-    lines.push(("largest context", most(plan.largest_context)));
+    lines.push(("largest batch", max(plan.largest_batch)));
+    lines.push(("largest context", max(plan.largest_context)));
     lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect()
 }
 

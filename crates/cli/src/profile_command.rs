@@ -13,8 +13,6 @@ use crate::model_args::SubjectArgs;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    #[command(flatten)]
-    of: SubjectArgs,
     /// Prompt tokens
     #[arg(short = 'p', long, default_value_t = 128)]
     n_prompt: usize,
@@ -31,8 +29,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Output format
-    #[arg(short = 'o', long, default_value = "md")]
-    output: Format,
+    #[arg(long, default_value = "md")]
+    format: Format,
+    #[command(flatten)]
+    of: SubjectArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let ceilings = Ceilings::measure(&engine)?;
     let _listening = interrupt::listen()?;
     let profile = engine.profile(test)?;
-    command::print(&match args.output {
+    command::print(&match args.format {
         Format::Md => shown(&profile, &ceilings),
         Format::Json => as_json(&profile, &ceilings)?,
     })?;

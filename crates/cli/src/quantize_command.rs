@@ -15,27 +15,27 @@ use crate::model_args::{DeviceArgs, HubArgs, all_spared};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
-    #[arg(long)]
+    #[arg(long, short)]
     model: PathBuf,
-    #[command(flatten)]
-    hub: HubArgs,
-    /// Folder to be made; it must not be there, or be empty
-    #[arg(long)]
+    /// Folder to create; it must be absent or empty
+    #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
-    #[arg(long, default_value = "nf4", value_parser = format, help = WeightFormat::alternatives(WeightFormat::in_files()))]
+    #[arg(long, default_value = "nf4", value_parser = format, help = format!("Format of the weights: {}", WeightFormat::alternatives(WeightFormat::in_files())))]
     quant: WeightFormat,
-    /// Values that share an absmax in 4 bits, a power of two from 32 to 4096; 64 without it
+    /// Values per block, which share one absmax, in 4-bit formats: a power of two from 32 to 4096 [default: 64]
     #[arg(long)]
     block_size: Option<u32>,
-    /// Keep absmax of 4 bits in f32: 4.5 bits a weight in blocks of 64, where 4.13 are usual
+    /// Store absmax of 4-bit formats in f32 instead of 8 bits: 4.5 instead of 4.13 bits per weight in blocks of 64
     #[arg(long)]
     plain_absmax: bool,
-    /// The most that one file of weights holds
+    /// Maximum bytes of one file of weights
     #[arg(long, value_name = "BYTES", default_value_t = QuantizeOptions::default().shard_bytes, value_parser = clap::value_parser!(u64).range(1..))]
     shard_bytes: u64,
-    /// Decode what was written and print bits and errors of every weight, or write them to FILE as JSON
+    /// Dequantise the written weights and print bits and errors of each, or write them to FILE as JSON
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     report: Option<Option<PathBuf>>,
+    #[command(flatten)]
+    hub: HubArgs,
     #[command(flatten)]
     device: DeviceArgs,
 }
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         measure: args.report.is_some(),
     };
     let model = args.hub.model(&args.model)?;
-    // All of them are read: what is no weight is copied.
+    // All files are read, because files other than weights are copied.
     file.as_ref().map_or(Ok(()), |file| all_spared(files(&model), file))?;
     let device = args.device.open()?;
     let _listening = interrupt::listen()?;
@@ -79,11 +79,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(command::print(&text)?)
 }
 
-/// The files of a folder and of those in it, but for what is hidden.
+/// Returns the files of a folder and its subfolders, except hidden ones.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let (mut files, mut folders) = (Vec::new(), vec![folder.to_owned()]);
     while let Some(folder) = folders.pop() {
-        // What cannot be read is refused as a model is.
+        // Opening the model reports folders that cannot be read.
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
             let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
             match entry.file_type() {
@@ -96,7 +96,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// One line a weight, and one of all.
+/// Formats a table with one line per weight and a total.
 fn table(made: &QuantizedModel) -> String {
     let width = made.weights.iter().map(|w| w.name.len()).max().unwrap_or_default().max(6);
     let mut text = format!(
@@ -125,11 +125,11 @@ fn summary(made: &QuantizedModel) -> String {
     let absmax = match (made.block_size, made.nested) {
         (Some(size), Some(true)) => format!("blocks of {size}, nested absmax"),
         (Some(size), _) => format!("blocks of {size}, plain absmax"),
-        (None, _) => "an absmax a row".to_owned(),
+        (None, _) => "one absmax per row".to_owned(),
     };
     let host = match (peaks.host_bytes, peaks.host_bytes_before) {
-        (Some(most), Some(before)) => {
-            format!("host {}, {} before the first tensor", mib(most), mib(before))
+        (Some(max), Some(before)) => {
+            format!("host {}, {} before the first tensor", mib(max), mib(before))
         }
         _ => "host unknown".to_owned(),
     };

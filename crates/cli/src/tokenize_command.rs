@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 use flashover::Tokenizer;
 
-use crate::model_args::{HubArgs, standard_input, text_file, token};
+use crate::model_args::{HubArgs, PromptArgs, token};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -14,12 +14,8 @@ pub(crate) struct Args {
     model: PathBuf,
     #[command(flatten)]
     hub: HubArgs,
-    /// Text to tokenize [default: standard input]
-    #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["text", "tokens"])]
-    prompt: Option<String>,
-    /// Read the text from a UTF-8 file
-    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
-    text: Option<PathBuf>,
+    #[command(flatten)]
+    prompt: PromptArgs,
     /// Comma-separated token ids to decode; prints the text of each as a JSON list
     #[arg(long, value_delimiter = ',', value_name = "IDS", value_parser = token)]
     tokens: Option<Vec<u32>>,
@@ -39,11 +35,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             ids.iter().map(|id| tokenizer.decode(&[*id], true)).collect::<Result<_, _>>()?;
         return Ok(command::print(&(serde_json::to_string(&texts)? + "\n"))?);
     }
-    let text = match (&args.prompt, &args.text) {
-        (Some(prompt), _) => prompt.clone(),
-        (_, Some(file)) => text_file(file, "--text")?,
-        (None, None) => standard_input()?,
-    };
+    let text = args.prompt.text()?;
     let ids: Vec<String> = tokenizer.encode(&text, true)?.iter().map(u32::to_string).collect();
     Ok(command::print(&(ids.join(",") + "\n"))?)
 }

@@ -1,4 +1,4 @@
-//! `flashover train`: an adapter from examples.
+//! `flashover train`: trains an adapter on examples.
 
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use flashover::train::{
     Trainer, Training,
 };
 use flashover::{EngineOptions, KvFormat};
+use report::TrainingStep;
 use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
@@ -19,77 +20,90 @@ use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    #[command(flatten)]
-    model: ModelArgs,
-    /// A text, or a .jsonl or .ndjson with {"text"}, {"prompt", "completion"} or {"messages"} on each line
+    /// Examples: a text, or a .jsonl with {"text"}, {"prompt", "completion"} or {"messages"} on each line
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
-    /// The same, which is not learned: its loss is told before and after
+    /// Examples that are not trained on; prints their loss before and after training
     #[arg(long, value_name = "FILE")]
     held_out: Option<PathBuf>,
-    /// A folder for adapter_config.json and adapter_model.safetensors; made where it is not there
+    /// Folder for adapter_config.json and adapter_model.safetensors; created if it is absent
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
-    /// Replace the adapter that the folder has
+    /// Replace the adapter in the output folder
     #[arg(long)]
     overwrite: bool,
-    #[command(flatten)]
-    lora: LoraArgs,
-    /// Positions of an example at most; without it 512, or what the model has where that is fewer
-    #[arg(long, short = 'c', value_parser = clap::value_parser!(u32).range(2..))]
-    context: Option<u32>,
-    /// Examples that pass together; without it 4, or as many as the preset works out
-    #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
-    batch: Option<u32>,
-    /// Work out precision and batch, where --quant and -b say none: training
-    #[arg(long)]
-    preset: Option<Preset>,
-    /// Batches that make up a step
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
-    accumulate: u32,
-    /// Steps; without it as many as pass all examples once
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
-    steps: Option<u32>,
-    /// Also write the adapter after every N steps
+    /// Also save the adapter after every N steps
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     save_every: Option<u32>,
-    #[arg(long, default_value_t = 2e-4, allow_negative_numbers = true)]
-    learning_rate: f64,
-    /// Steps on which the learning rate grows
-    #[arg(long, default_value_t = 0)]
-    warmup: u32,
-    /// Let the learning rate fall to 0 by half a cosine
-    #[arg(long)]
-    cosine: bool,
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
-    weight_decay: f64,
-    /// Cut gradients to this length; 0 leaves them as they are
-    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
-    clip: f64,
-    /// Of the adapter's first values and of the order of examples
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-    /// Keep what a layer computes for its gradients in place of computing it again: faster, and more memory
-    #[arg(long)]
-    keep_activations: bool,
+    /// Write a page with the curves of loss, gradient norm and learning rate
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     #[command(flatten)]
     trace: TraceArgs,
+    #[command(flatten)]
+    training: TrainingArgs,
+    #[command(flatten)]
+    lora: LoraArgs,
+    #[command(flatten)]
+    model: ModelArgs,
 }
 
-/// Positions of an example where nobody says.
+/// Batches, steps and the optimizer.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Training")]
+struct TrainingArgs {
+    /// Maximum tokens per example; longer ones are cut [default: 512, at most the context of the model]
+    #[arg(long, short = 'c', value_parser = clap::value_parser!(u32).range(2..))]
+    context: Option<u32>,
+    /// Examples per batch [default: 4, or the choice of --preset]
+    #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
+    batch: Option<u32>,
+    /// Choose precision and batch that fit the device, unless --quant and -b are given: training
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Batches per step, whose gradients are added
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    accumulate: u32,
+    /// Number of steps [default: one epoch]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    steps: Option<u32>,
+    /// Learning rate of AdamW
+    #[arg(long, default_value_t = 2e-4, allow_negative_numbers = true)]
+    learning_rate: f64,
+    /// Steps of linear warmup from 0 to the learning rate
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    warmup: u32,
+    /// Decay the learning rate to 0 along half a cosine
+    #[arg(long)]
+    cosine: bool,
+    /// Weight decay of AdamW
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    weight_decay: f64,
+    /// Maximum norm of the gradient, to which larger ones are scaled; 0 means no limit
+    #[arg(long, alias = "clip", default_value_t = 1.0, allow_negative_numbers = true)]
+    max_grad_norm: f64,
+    /// Random seed of the adapter's initial values and of the order of examples
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Keep activations instead of recomputing them in the backward pass: faster, but more memory
+    #[arg(long)]
+    keep_activations: bool,
+}
+
+/// Default maximum of tokens per example.
 pub(crate) const USUAL_TO_TRAIN: usize = 512;
 
-/// What an adapter is.
+/// Shape of the adapter.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Adapter")]
 pub(crate) struct LoraArgs {
-    /// Rank of the factors; without it 16
+    /// Rank of the factors [default: 16]
     #[arg(long, value_name = "RANK")]
     lora_rank: Option<usize>,
-    /// What they are multiplied by, over the rank; without it twice the rank
+    /// Alpha: the factors' product is scaled by alpha / rank [default: twice the rank]
     #[arg(long, value_name = "ALPHA", allow_negative_numbers = true)]
     lora_alpha: Option<f64>,
-    /// Last names of the matrices that get factors, such as q_proj,v_proj; without it all of the layers
+    /// Names of the adapted matrices, such as q_proj,v_proj [default: all matrices of the layers]
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     lora_targets: Vec<String>,
 }
@@ -105,34 +119,34 @@ impl LoraArgs {
         }
     }
 
-    /// Whether something of it was said.
+    /// Returns true if an option was given.
     pub(crate) fn are_given(&self) -> bool {
         self.lora_rank.is_some() || self.lora_alpha.is_some() || !self.lora_targets.is_empty()
     }
 }
 
-/// Examples that pass together where nobody says.
+/// Default number of examples per batch.
 const USUAL_BATCH: usize = 4;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.model.adapter().is_some() && args.lora.are_given() {
-        bail!(
-            "an adapter that goes on has its rank, alpha and matrices\nhint: leave out --lora-*, or --adapter"
-        );
+        bail!("--adapter sets rank, alpha and matrices\nhint: leave out --lora-*, or --adapter");
     }
     if args.model.options().kv != KvFormat::Float {
-        bail!(
-            "training holds no keys and values from one pass to the next\nhint: leave out --kv-cache"
-        );
+        bail!("training has no KV cache\nhint: leave out --kv-cache");
     }
     let file = args.trace.file()?;
+    let page = args.html.as_deref().map(OutFile::new).transpose()?;
     let (folder, adapter) = args.model.open_apart()?;
     let output = &args.output;
     let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
     let read: Vec<PathBuf> = folder.files().into_iter().chain(examples).collect();
     let continued = args.model.adapter().into_iter().flat_map(Adapter::files);
-    if let Some(file) = &file {
-        all_spared(read.iter().cloned().chain(continued).chain(Adapter::files(output)), file)?;
+    for file in [&file, &page].into_iter().flatten() {
+        all_spared(
+            read.iter().cloned().chain(continued.clone()).chain(Adapter::files(output)),
+            file,
+        )?;
     }
     let unwritable = |why| {
         anyhow!(
@@ -144,16 +158,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if output.canonicalize().is_ok_and(|output| own.into_iter().any(|own| own == output)) {
         bail!("{} is the model's own folder\nhint: --output names another", output.display());
     }
-    let most = folder.config().context().unwrap_or(usize::MAX);
-    let context = args.context.map_or(USUAL_TO_TRAIN.min(most), |context| context as usize);
-    if context > most {
+    let max_context = folder.config().context().unwrap_or(usize::MAX);
+    let context =
+        args.training.context.map_or(USUAL_TO_TRAIN.min(max_context), |context| context as usize);
+    if context > max_context {
         bail!(
-            "expected a context of at most {most}, which the model has, got {context}\n\
-             hint: -c {most}, or --max-context {context} for a longer one"
+            "expected a context of at most {max_context}, which the model has, got {context}\n\
+             hint: -c {max_context}, or --max-context {context} for a longer one"
         );
     }
-    let accumulate = args.accumulate as usize;
-    let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
+    let accumulate = args.training.accumulate as usize;
+    let recompute =
+        if args.training.keep_activations { Recompute::Nothing } else { Recompute::Layers };
     let lora = match &adapter {
         Some(adapter) => adapter.options().clone(),
         None => args.lora.options(),
@@ -163,16 +179,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let workload =
         |batch, context| Workload { training: training.clone(), ..Workload::new(batch, context) };
     let plan = |load: &EngineOptions, workload| folder.plan(device.profile(), load, workload);
-    let asked = args.batch.map(|batch| batch as usize);
-    if let Some(other) = args.preset.filter(|preset| *preset != Preset::Training) {
-        bail!("preset {other} is not for training\nhint: --preset training, or leave it out");
+    let asked = args.training.batch.map(|batch| batch as usize);
+    if let Some(other) = args.training.preset.filter(|preset| *preset != Preset::Training) {
+        bail!("preset {other} is not for training\nhint: use --preset training, or leave it out");
     }
     let data = Dataset::open(&args.data, &folder, context)?;
     let held_out = args.held_out.as_ref();
     let held_out = held_out.map(|file| Dataset::open(file, &folder, context)).transpose()?;
     let longest = data.examples.iter().chain(held_out.iter().flat_map(|own| &own.examples));
     let longest = longest.map(|own| own.tokens.len()).max().unwrap_or(1);
-    let chosen = match (args.preset, asked) {
+    let chosen = match (args.training.preset, asked) {
         (None, _) => None,
         (Some(preset), Some(batch)) => {
             Some(preset.precision(&args.model.options(), |o| plan(o, workload(batch, longest)))?)
@@ -189,23 +205,26 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             (options, batch)
         }
     };
-    let steps = match args.steps {
+    let steps = match args.training.steps {
         Some(steps) => steps as usize,
         None => data.examples.len().div_ceil(batch * accumulate),
     };
-    if args.clip.is_nan() || args.clip < 0.0 {
-        bail!("clip is {}\nhint: a number above 0, or 0", args.clip);
+    if args.training.max_grad_norm.is_nan() || args.training.max_grad_norm < 0.0 {
+        bail!(
+            "expected a gradient norm of 0 or more, got {}\nhint: --max-grad-norm 1, or 0 for no limit",
+            args.training.max_grad_norm
+        );
     }
     let options = TrainOptions {
         lora: lora.clone(),
         schedule: Schedule {
-            learning_rate: args.learning_rate,
-            warmup: args.warmup as usize,
-            cosine: args.cosine.then_some(steps),
+            learning_rate: args.training.learning_rate,
+            warmup: args.training.warmup as usize,
+            cosine: args.training.cosine.then_some(steps),
         },
-        weight_decay: args.weight_decay,
-        clip: (args.clip > 0.0).then_some(args.clip),
-        seed: args.seed,
+        weight_decay: args.training.weight_decay,
+        max_grad_norm: (args.training.max_grad_norm > 0.0).then_some(args.training.max_grad_norm),
+        seed: args.training.seed,
         recompute,
     };
     options.check()?;
@@ -235,7 +254,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => Trainer::new(engine, options)?,
     };
     if args.model.adapter().is_some() {
-        command::note!("note: the adapter goes on; AdamW and the schedule begin anew");
+        command::note!(
+            "note: training continues from the adapter; AdamW and the schedule start from their beginning"
+        );
     }
     trainer.reserve(workload)?;
     command::note!(
@@ -248,7 +269,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     );
     if data.diverged > 0 {
         command::note!(
-            "note: in {} the prompt's last tokens are others with the completion behind them; those are learned",
+            "note: in {} the tokens of the prompt change when the completion follows; the changed ones are trained on, too",
             command::count(data.diverged, "example")
         );
     }
@@ -257,21 +278,24 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut adapter_folder = Adapter::begin(output)?;
     let before = loss(&mut trainer, held_out.as_ref(), batch)?;
     let tracing = Tracing::start(file, trainer.engine())?;
-    let (begin, mut learned) = (Stopwatch::start(), 0);
+    let (begin, mut learned, mut taken) = (Stopwatch::start(), 0, Vec::new());
     let mut ended = Ok(());
     let save_every = args.save_every.map_or(usize::MAX, |steps| steps as usize);
     while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
         let step = Stopwatch::start();
-        let batches = data.micro_batches(trainer.done(), batch, accumulate, args.seed);
-        ended = trainer.step_while(batches, || !interrupt::came()).map(|taught| {
-            if let Some(taught) = taught {
-                learned += taught.tokens;
-                told(&taught, steps, step.elapsed().as_secs_f64());
+        let batches = data.micro_batches(trainer.done(), batch, accumulate, args.training.seed);
+        ended = trainer.step_while(batches, || !interrupt::came()).map(|metrics| {
+            if let Some(metrics) = metrics {
+                learned += metrics.tokens;
+                let seconds = step.elapsed().as_secs_f64();
+                told(&metrics, steps, seconds);
+                let StepMetrics { step, loss, tokens, gradient, learning_rate, .. } = metrics;
+                taken.push(TrainingStep { step, loss, gradient, learning_rate, tokens, seconds });
             }
         });
         let between = trainer.done() > 0 && trainer.done() < steps;
         if ended.is_ok() && between && trainer.done().is_multiple_of(save_every) {
-            // What fails here is tried again after as many steps, and in the end.
+            // A failed save is tried again after as many steps, and in the end.
             match trainer.save_into(&mut adapter_folder) {
                 Ok(()) => command::note!("the adapter after step {} is saved", trainer.done()),
                 Err(why) => command::note!("warning: the adapter is not saved: {why}"),
@@ -279,7 +303,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     let seconds = begin.elapsed().as_secs_f64();
-    // Before anything else can fail, and also after an error. Without a step an adapter from before stays.
+    // Saves before anything else can fail, and also after an error. Without a step, an earlier adapter stays.
     if trainer.done() > 0 {
         let saved = trainer.save_into(&mut adapter_folder);
         let saved = saved.or_else(|why| rescue(&trainer, output, why));
@@ -291,8 +315,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ended = ended.and(saved);
     }
     let traced = tracing.finish(trainer.engine());
+    let facts = [
+        ("model", trainer.engine().folder().display().to_string()),
+        ("data", args.data.display().to_string()),
+        ("device", format!("{} ({})", device.profile().name, device.backend())),
+        ("adapter", format!("rank {}, alpha {}", lora.rank, lora.alpha)),
+        ("batch", format!("{batch} x {accumulate} of at most {context} tokens")),
+    ];
+    let shown = page.map_or(Ok(()), |page| page.write(report::training(&facts, &taken).as_bytes()));
     ended?;
     traced?;
+    shown?;
     let after = loss(&mut trainer, held_out.as_ref(), batch)?;
     if interrupt::came() && trainer.done() == 0 {
         return Err(Stopped("stopped before the first step; nothing is saved".to_owned()).into());
@@ -306,7 +339,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command::note!("held out: loss {before:.4} before, {after:.4} after");
     }
     command::note!(
-        "{} in {seconds:.1} s, {:.0} learned tokens/s; the adapter is in {}",
+        "{} in {seconds:.1} s, {:.0} trained tokens/s; the adapter is in {}",
         command::count(trainer.done(), "step"),
         learned as f64 / seconds,
         output.display()
@@ -314,8 +347,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes an adapter elsewhere that its own folder did not take: where a person at a terminal says, else next to that
-/// folder or among temporary files. Returns the failure in any case but the first.
+/// Saves an adapter elsewhere after its folder could not be written: into a folder that the user names at a terminal,
+/// otherwise next to the output folder or into the folder for temporary files. Returns the error `why` unless the user
+/// named a folder.
 fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), TrainError> {
     if !matches!(why, TrainError::Model(_)) {
         return Err(why);
@@ -325,10 +359,10 @@ fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), Train
         command::note!("{why}");
         loop {
             command::note!(
-                "another folder for the adapter after {steps}, or nothing to give it up:"
+                "type another folder for the adapter after {steps}, or nothing to discard it:"
             );
             let mut line = String::new();
-            // What cannot be read is as nothing.
+            // An unreadable answer counts as none.
             let read = io::stdin().read_line(&mut line).unwrap_or(0);
             let folder = line.trim();
             if read == 0 || folder.is_empty() {
@@ -356,8 +390,8 @@ fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), Train
     Err(why)
 }
 
-fn told(taught: &StepMetrics, steps: usize, seconds: f64) {
-    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = taught;
+fn told(metrics: &StepMetrics, steps: usize, seconds: f64) {
+    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = metrics;
     let rate = *tokens as f64 / seconds;
     let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
     command::note!(
@@ -366,7 +400,7 @@ fn told(taught: &StepMetrics, steps: usize, seconds: f64) {
     );
 }
 
-/// Returns the mean over all tokens of examples that are not learned; none where a signal came.
+/// Returns the mean loss over the tokens of held-out examples; none after a signal.
 fn loss(trainer: &mut Trainer, of: Option<&Dataset>, batch: usize) -> anyhow::Result<Option<f64>> {
     let Some(of) = of else { return Ok(None) };
     let (mut sum, mut all) = (0.0, 0);

@@ -106,9 +106,9 @@ fn check_folder(path: &Path, folder: &Path) -> Result<(), OutFileError> {
 /// Resolves the symbolic links of `path`; the target need not exist.
 fn behind_links(path: &Path) -> io::Result<PathBuf> {
     // Linux has the same limit.
-    const MOST: usize = 40;
+    const MAX_LINKS: usize = 40;
     let mut target = path.to_owned();
-    for _ in 0..MOST {
+    for _ in 0..MAX_LINKS {
         if of_processes(&target) || !target.is_symlink() {
             return Ok(target);
         }

@@ -50,7 +50,8 @@ const GAIN: f64 = 1.02;
 const PATIENCE: usize = 2;
 
 /// Finds the batch size with the highest rate by measuring. From `start` it halves the batch until it fits in memory.
-/// Then it grows the batch by a quarter, up to `most`, while batches fit and one of the last two raised the rate by 2%.
+/// Then it grows the batch by a quarter, up to `max_batch`, while batches fit and one of the last two raised the rate
+/// by 2%.
 ///
 /// `rate` measures a batch and returns its rate per second, or none if the batch does not fit in memory. For a model,
 /// use [`Engine::measure`](crate::Engine::measure) and map errors with
@@ -60,7 +61,7 @@ const PATIENCE: usize = 2;
 /// The errors of `rate`.
 pub fn find_batch_size<E>(
     start: usize,
-    most: usize,
+    max_batch: usize,
     mut rate: impl FnMut(usize) -> Result<Option<f64>, E>,
 ) -> Result<BatchSize, E> {
     let mut tries: Vec<BatchTry> = Vec::new();
@@ -71,7 +72,7 @@ pub fn find_batch_size<E>(
     };
     // Smallest batch that did not fit.
     let mut not = None;
-    let mut batch = start.clamp(1, most.max(1));
+    let mut batch = start.clamp(1, max_batch.max(1));
     let mut best = loop {
         match run(batch)? {
             Some(rate) => break (batch, rate),
@@ -86,7 +87,7 @@ pub fn find_batch_size<E>(
     let (mut last, mut idle) = (best.0, 0);
     while idle < PATIENCE {
         let between = not.map_or(usize::MAX, |not| last + (not - last) / 2);
-        let more = (last + last.div_ceil(4)).min(most).min(between);
+        let more = (last + last.div_ceil(4)).min(max_batch).min(between);
         if more <= last {
             break;
         }
@@ -111,12 +112,12 @@ mod tests {
     use super::*;
 
     /// Searches on a card that holds `holds` sequences and whose rate grows up to `gains` sequences.
-    fn found(start: usize, most: usize, holds: usize, gains: usize) -> (usize, Vec<usize>) {
+    fn found(start: usize, max_batch: usize, holds: usize, gains: usize) -> (usize, Vec<usize>) {
         let rate = |batch: usize| {
-            assert!(batch >= 1 && batch <= most.max(1), "{batch}");
+            assert!(batch >= 1 && batch <= max_batch.max(1), "{batch}");
             Ok::<_, Infallible>((batch <= holds).then(|| batch.min(gains) as f64))
         };
-        let found = find_batch_size(start, most, rate).unwrap_or_else(|never| match never {});
+        let found = find_batch_size(start, max_batch, rate).unwrap_or_else(|never| match never {});
         (found.batch, found.tries.iter().map(|t| t.batch).collect())
     }
 

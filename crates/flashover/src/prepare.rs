@@ -34,13 +34,14 @@ impl Prepared {
         options: &EngineOptions,
     ) -> Result<Self, LoadError> {
         let load = load_options(profile, options, models::file_dtype(weights)?)?;
-        let OnDevice { matrices, bytes, lora_columns } =
+        let OnDevice { weight_format, bytes, lora_columns } =
             models::on_device(weights, adapter, &load)?;
-        let more = |quant: WeightFormat| matrices.is_some_and(|own| own.bits() < quant.bits());
+        let more = |quant: WeightFormat| weight_format.is_some_and(|own| own.bits() < quant.bits());
         if options.quant.is_some_and(more) {
             return Err(LoadError::FourBits(folder.to_owned()));
         }
-        let precision = ModelPrecision { lora_columns, ..precision(profile, &load, matrices)? };
+        let precision =
+            ModelPrecision { lora_columns, ..precision(profile, &load, weight_format)? };
         let planned = PlannedModel {
             model: folder.display().to_string(),
             config: in_context(weights.config().clone(), options)?,
@@ -125,17 +126,17 @@ fn in_context(config: DecoderConfig, options: &EngineOptions) -> Result<DecoderC
 fn precision(
     profile: &ArchProfile,
     load: &LoadOptions,
-    matrices: Option<WeightFormat>,
+    weight_format: Option<WeightFormat>,
 ) -> Result<ModelPrecision, LoadError> {
     let rounds = |format| quantized::rounds_activations(profile, format);
-    if load.int8_activations && !matrices.is_some_and(rounds) {
+    if load.int8_activations && !weight_format.is_some_and(rounds) {
         return Err(LoadError::Int8Activations);
     }
-    if load.tf32 && matrices.is_some() {
+    if load.tf32 && weight_format.is_some() {
         return Err(LoadError::Tf32);
     }
     let dtype = load.dtype.unwrap_or(FloatDType::F32);
-    Ok(ModelPrecision { dtype, tf32: load.tf32, matrices, kv: load.kv, lora_columns: 0 })
+    Ok(ModelPrecision { dtype, tf32: load.tf32, weight_format, kv: load.kv, lora_columns: 0 })
 }
 
 const fn storage(dtype: FloatDType) -> DType {

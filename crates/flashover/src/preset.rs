@@ -115,7 +115,7 @@ impl Preset {
         options: &EngineOptions,
         plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, LoadError>,
     ) -> Result<Chosen, LoadError> {
-        let (wanted, least, most) = self.wants();
+        let (wanted, min, max) = self.wants();
         let context = match plan(options, Workload::new(1, wanted)) {
             Ok(_) => wanted,
             Err(why) => why.context().ok_or(why)?,
@@ -123,7 +123,7 @@ impl Preset {
         let mut best: Option<Chosen> = None;
         for options in self.precisions(options) {
             let one = plan(&options, Workload::new(1, context))?;
-            let batch = one.largest_batch.unwrap_or(most).min(most);
+            let batch = one.largest_batch.unwrap_or(max).min(max);
             let plan = plan(&options, Workload::new(batch.max(1), context))?;
             let more = best.as_ref().is_none_or(|best| {
                 !best.plan.fits() || (plan.fits() && batch > best.plan.workload.batch)
@@ -131,7 +131,7 @@ impl Preset {
             if more {
                 best = Some(Chosen { options, plan });
             }
-            if batch >= least {
+            if batch >= min {
                 break;
             }
         }

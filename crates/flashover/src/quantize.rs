@@ -29,7 +29,7 @@ use serde::Serialize;
 use text::Tokenizer;
 use tune::Infeasible;
 
-use errors::Sums;
+use errors::ErrorSums;
 use folder::Target;
 use matrix::Matrix;
 pub use peaks::Peaks;
@@ -286,7 +286,7 @@ pub fn quantize_model_until(
     }
     shards::write_index(staging.path(), &job.shards, &sizes)?;
     let mut weights = Vec::new();
-    let mut sums = Sums::default();
+    let mut sums = ErrorSums::default();
     let written = Checkpoint::open(staging.path())?;
     for matrix in job.matrices.values() {
         go_on()?;
@@ -399,7 +399,7 @@ impl<'a> Job<'a> {
     }
 
     /// Compares a written weight with its original.
-    fn compare(&self, matrix: &Matrix, written: &Checkpoint) -> Result<Sums, QuantizeError> {
+    fn compare(&self, matrix: &Matrix, written: &Checkpoint) -> Result<ErrorSums, QuantizeError> {
         let values = matrix.values(self.checkpoint)?;
         let Some(sums) = errors::compare(&values, matrix.dtype, &written.weight(&matrix.name)?)
         else {

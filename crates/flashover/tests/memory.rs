@@ -31,8 +31,8 @@ fn peaks(engine: &Engine, prompt: usize, generated: usize) -> [u64; 2] {
     let count = session.generate(&tokens, &request).expect("it answers").count();
     let memory = recording.finish().memory;
     assert_eq!((count, memory.len()), (generated, generated));
-    let most = |part: fn(&Memory) -> u64| memory.iter().map(part).max();
-    [most(|read| read.used), most(|read| read.reserved)].map(|most| most.expect("read"))
+    let max = |part: fn(&Memory) -> u64| memory.iter().map(part).max();
+    [max(|read| read.used), max(|read| read.reserved)].map(|max| max.expect("read"))
 }
 
 fn gap(have: u64, planned: u64) -> f64 {
@@ -73,14 +73,14 @@ fn a_plan_is_what_is_taken_and_what_is_refused_leaves_nothing() {
         assert!(gap(held, plan.peak_bytes()) < 0.05, "{reserved} {plan}");
         assert!(gap(reserved, plan.peak_bytes()) > -0.05, "{reserved} {plan}");
         // Consecutive sessions of different lengths do not accumulate memory.
-        let mut most = 0;
+        let mut max = 0;
         for length in 300..320 {
             let session = engine.session(length).expect("it fits");
-            most = most.max(engine.memory().reserved_bytes);
+            max = max.max(engine.memory().reserved_bytes);
             drop(session);
         }
         let two = plan.peak_bytes() + (plan.peak_bytes() - plan.weights_bytes) + (16 << 20);
-        assert!(most < two, "{most} of {two}: {plan}");
+        assert!(max < two, "{max} of {two}: {plan}");
         // Completions that share a prompt have whole pages of their own.
         engine.clear_cache().expect("nothing is captured");
         let prompt: Vec<u32> = (0..70).map(|id| id * 7 % 1000).collect();
@@ -238,8 +238,8 @@ fn training(device: &Device) {
         }
         println!("{quant:?} {recompute:?}: held {:+.4}", gap(held, plan.peak_bytes()));
         // Two pools round up to a page each: small buffers and large ones.
-        let most = gap(held.saturating_sub(8 << 20), plan.peak_bytes());
-        assert!(most < 0.05 && gap(held, plan.peak_bytes()) > -0.05, "{most}: {plan}");
+        let max = gap(held.saturating_sub(8 << 20), plan.peak_bytes());
+        assert!(max < 0.05 && gap(held, plan.peak_bytes()) > -0.05, "{max}: {plan}");
         drop(trainer);
         let limit_bytes = Some(plan.peak_bytes());
         let mut small = load(MemoryBudget { limit_bytes, ..MemoryBudget::default() });

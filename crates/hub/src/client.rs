@@ -89,14 +89,14 @@ impl<'a> Client<'a> {
         Ok(Self { agent: config.into(), endpoint, own, bearer, patience })
     }
 
-    /// Requests a body of at most `most` bytes.
-    pub(crate) fn text(&self, path: &str, most: u64) -> Result<Vec<u8>, Failure> {
+    /// Requests a body of at most `max` bytes.
+    pub(crate) fn text(&self, path: &str, max: u64) -> Result<Vec<u8>, Failure> {
         let mut answer = self.get(path, 0)?;
         let mut body = Vec::new();
-        let mut reader = answer.body_mut().as_reader().take(most + 1);
+        let mut reader = answer.body_mut().as_reader().take(max + 1);
         reader.read_to_end(&mut body).map_err(|why| self.broke(why))?;
-        match body.len() as u64 > most {
-            true => Err(Failure::Unusable(format!("it sends more than {most} bytes"))),
+        match body.len() as u64 > max {
+            true => Err(Failure::Unusable(format!("it sends more than {max} bytes"))),
             false => Ok(body),
         }
     }

@@ -112,12 +112,12 @@ impl Download<'_> {
     /// Sends requests until the file is complete. Fails when all retries are used before [`RENEWS`] more bytes arrive.
     fn complete(&mut self, whole: &Whole<'_>, part: &mut Part) -> Result<(), Failure> {
         let patience = self.client.patience;
-        let (mut tries, mut most) = (patience.tries(), part.len());
+        let (mut tries, mut max) = (patience.tries(), part.len());
         self.tally.at(whole.name, part.len());
         while part.len() < whole.size {
             let Err(failure) = self.pull(whole, part) else { continue };
-            if part.len() >= most + RENEWS {
-                (tries, most) = (patience.tries(), part.len());
+            if part.len() >= max + RENEWS {
+                (tries, max) = (patience.tries(), part.len());
             }
             if !tries.again(&failure) {
                 return Err(failure);

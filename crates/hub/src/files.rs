@@ -8,16 +8,16 @@ use serde::Deserialize;
 
 use crate::cache::is_sha256;
 
-/// Files next to the weights, in download order.
+/// Files next to the weights, in download order. `tokenizer.json` is the last, so that a folder with it has them all.
 const SMALL: [&str; 8] = [
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "tokenizer.json",
 ];
 
 /// Index of a sharded checkpoint.
@@ -124,8 +124,7 @@ impl Files {
 }
 
 impl Wanted {
-    /// Returns true if a folder has all required files. A model's weights come last, so optional files are then
-    /// there too.
+    /// Returns true if a folder has all required files. They come last, so optional files are then there too.
     pub(crate) fn is_whole(self, folder: &Path) -> bool {
         let has = |name: &str| folder.join(name).is_file();
         match self {
@@ -193,7 +192,7 @@ mod tests {
             "consolidated.safetensors",
         ]);
         let files = Files::of_model(&all).expect("weights");
-        let want = ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"];
+        let want = ["config.json", "chat_template.jinja", "tokenizer.json", "model.safetensors"];
         assert_eq!((files.names().collect::<Vec<_>>(), files.bytes(&all)), (want.to_vec(), 28));
         assert_eq!(Files::of_tokenizer(&all).names().collect::<Vec<_>>(), want[..3]);
         assert!(Files::of_model(&listing(&["config.json", "pytorch_model.bin"])).is_none());

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::failure::Failure;
 
 /// Longest accepted `Retry-After` of a server; a longer one is not waited for.
-const MOST_ASKED: Duration = Duration::from_secs(60);
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(60);
 
 /// Timeouts and retries of a [`Hub`](crate::Hub). A download has no time limit as long as bytes arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +70,7 @@ impl Tries {
             Failure::Status { status: 429 | 500..=599, wait, .. } => wait.unwrap_or_default(),
             _ => return false,
         };
-        if asked > MOST_ASKED {
+        if asked > MAX_RETRY_AFTER {
             return false;
         }
         thread::sleep(self.pause.max(asked));

@@ -79,7 +79,7 @@ pub(crate) fn size_of(axis: usize) -> Result<u32, OpError> {
 }
 
 /// Returns a tensor of 32-bit words; without a copy if it is I32 or U32 already.
-pub(crate) fn words_of<const D: usize>(tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+pub(crate) fn as_int32<const D: usize>(tensor: Tensor<D, Int>) -> Tensor<D, Int> {
     match tensor.dtype() {
         burn::tensor::DType::I32 | burn::tensor::DType::U32 => tensor,
         _ => tensor.cast(IntDType::I32),

@@ -23,30 +23,30 @@ pub fn captures(device: &Device) -> bool {
 /// thread may capture on. Guards may be nested.
 #[must_use = "work goes on while it lives"]
 #[derive(Debug)]
-pub struct AtWork(
+pub struct StreamGuard(
     /// Makes the guard `!Send`: it belongs to its thread.
     PhantomData<*const ()>,
 );
 
 /// Waits until no thread captures, and returns a guard.
-pub fn at_work() -> AtWork {
+pub fn stream_guard() -> StreamGuard {
     if DEPTH.get() == 0 {
-        TURNS.begin();
+        CAPTURE_LOCK.begin();
     }
     DEPTH.set(DEPTH.get() + 1);
-    AtWork(PhantomData)
+    StreamGuard(PhantomData)
 }
 
-impl Drop for AtWork {
+impl Drop for StreamGuard {
     fn drop(&mut self) {
         DEPTH.set(DEPTH.get() - 1);
         if DEPTH.get() == 0 {
-            TURNS.end();
+            CAPTURE_LOCK.end();
         }
     }
 }
 
-/// Captures the launches of `run`, once no other thread holds a guard of [`at_work`]. This thread's own guard
+/// Captures the launches of `run`, once no other thread holds a guard of [`stream_guard`]. This thread's own guard
 /// is suspended meanwhile.
 ///
 /// A live graph reserves the memory that it was recorded on, in whole pages of a pool. These pages are as
@@ -56,7 +56,7 @@ pub fn capture_alone<T: Send + 'static, F: FnMut() -> T + Send + 'static>(
     device: &Device,
     run: F,
 ) -> Graph<T, F> {
-    TURNS.pausing(DEPTH.get() > 0, || match device.clone().inner().as_dispatch() {
+    CAPTURE_LOCK.pausing(DEPTH.get() > 0, || match device.clone().inner().as_dispatch() {
         DispatchDevice::Cube(raw) => {
             raw.client().memory_persistent_allocation(run, |run| capture(device, run))
         }
@@ -65,29 +65,30 @@ pub fn capture_alone<T: Send + 'static, F: FnMut() -> T + Send + 'static>(
 }
 
 thread_local! {
-    /// Number of [`AtWork`] guards that this thread holds.
+    /// Number of [`StreamGuard`] guards that this thread holds.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-static TURNS: Turns = Turns { state: Mutex::new(State::NONE), changed: Condvar::new() };
+static CAPTURE_LOCK: CaptureLock =
+    CaptureLock { state: Mutex::new(State::NONE), changed: Condvar::new() };
 
-struct Turns {
+struct CaptureLock {
     state: Mutex<State>,
     changed: Condvar,
 }
 
 /// Counts of threads that work and of threads that wait to capture; `alone` is true while one captures.
 struct State {
-    at_work: usize,
+    working: usize,
     waiting: usize,
     alone: bool,
 }
 
 impl State {
-    const NONE: Self = Self { at_work: 0, waiting: 0, alone: false };
+    const NONE: Self = Self { working: 0, waiting: 0, alone: false };
 }
 
-impl Turns {
+impl CaptureLock {
     fn state(&self) -> MutexGuard<'_, State> {
         // The state is plain numbers, which no panic leaves half written.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -100,24 +101,24 @@ impl Turns {
 
     /// Waits for captures; threads that wait to capture go first.
     fn begin(&self) {
-        self.wait(|state| !state.alone && state.waiting == 0).at_work += 1;
+        self.wait(|state| !state.alone && state.waiting == 0).working += 1;
     }
 
     fn end(&self) {
-        self.state().at_work -= 1;
+        self.state().working -= 1;
         self.changed.notify_all();
     }
 
-    /// Runs `work` alone. If this thread is `at_work`, its guard is suspended and restored, even after a
+    /// Runs `work` alone. If this thread is `guarded`, its guard is suspended and restored, even after a
     /// panic.
-    fn pausing<T>(&self, at_work: bool, work: impl FnOnce() -> T) -> T {
-        struct Paused<'a>(&'a Turns);
+    fn pausing<T>(&self, guarded: bool, work: impl FnOnce() -> T) -> T {
+        struct Paused<'a>(&'a CaptureLock);
         impl Drop for Paused<'_> {
             fn drop(&mut self) {
                 self.0.begin();
             }
         }
-        let _paused = at_work.then(|| {
+        let _paused = guarded.then(|| {
             self.end();
             Paused(self)
         });
@@ -128,14 +129,14 @@ impl Turns {
 
     fn alone(&self) -> Alone<'_> {
         self.state().waiting += 1;
-        let mut state = self.wait(|state| !state.alone && state.at_work == 0);
+        let mut state = self.wait(|state| !state.alone && state.working == 0);
         state.waiting -= 1;
         state.alone = true;
         Alone(self)
     }
 }
 
-struct Alone<'a>(&'a Turns);
+struct Alone<'a>(&'a CaptureLock);
 
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
@@ -155,24 +156,24 @@ mod tests {
     #[test]
     fn who_captures_is_alone_and_nobody_waits_for_ever() {
         let (working, alone) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let turns = Turns { state: Mutex::new(State::NONE), changed: Condvar::new() };
+        let lock = CaptureLock { state: Mutex::new(State::NONE), changed: Condvar::new() };
         thread::scope(|threads| {
             for _ in 0..4 {
                 threads.spawn(|| {
                     for round in 0..200 {
                         if round % 10 == 0 {
-                            let _alone = turns.alone();
+                            let _alone = lock.alone();
                             assert_eq!(alone.fetch_add(1, Ordering::SeqCst), 0);
                             assert_eq!(working.load(Ordering::SeqCst), 0);
                             thread::yield_now();
                             alone.fetch_sub(1, Ordering::SeqCst);
                         } else {
-                            turns.begin();
+                            lock.begin();
                             working.fetch_add(1, Ordering::SeqCst);
                             assert_eq!(alone.load(Ordering::SeqCst), 0);
                             thread::yield_now();
                             working.fetch_sub(1, Ordering::SeqCst);
-                            turns.end();
+                            lock.end();
                         }
                     }
                 });
@@ -182,27 +183,27 @@ mod tests {
 
     #[test]
     fn work_that_pauses_goes_on_after_a_panic_too() {
-        let turns = Turns { state: Mutex::new(State::NONE), changed: Condvar::new() };
-        turns.begin();
-        assert_eq!(turns.pausing(true, || turns.state().at_work), 0);
+        let lock = CaptureLock { state: Mutex::new(State::NONE), changed: Condvar::new() };
+        lock.begin();
+        assert_eq!(lock.pausing(true, || lock.state().working), 0);
         let caught = std::panic::catch_unwind(AssertUnwindSafe(|| {
-            turns.pausing(true, || panic!("as a capture may"));
+            lock.pausing(true, || panic!("as a capture may"));
         }));
         caught.expect_err("it panicked");
         let state = || {
-            let state = turns.state();
-            (state.at_work, state.alone)
+            let state = lock.state();
+            (state.working, state.alone)
         };
         assert_eq!(state(), (1, false));
-        turns.end();
-        assert!(turns.pausing(false, || turns.state().alone));
+        lock.end();
+        assert!(lock.pausing(false, || lock.state().alone));
         assert_eq!(state(), (0, false));
     }
 
     #[test]
     fn work_within_work_is_one() {
-        let outer = at_work();
-        let inner = at_work();
+        let outer = stream_guard();
+        let inner = stream_guard();
         drop(outer);
         assert_eq!(DEPTH.get(), 1);
         drop(inner);

@@ -154,14 +154,14 @@ fn step(
     }
     let Cache { k, v, lengths, table } = cache;
     let lengths = match lengths {
-        Lengths::Host(lengths) => words(lengths, [problem.batch as usize], &device),
+        Lengths::Host(lengths) => u32_tensor(lengths, [problem.batch as usize], &device),
         Lengths::Device { lengths, .. } => lengths.cast(IntDType::I32),
     };
     let table = table.map(|table| match table {
         Table::Host(blocks) => {
             let batch = problem.batch as usize;
             let shape = [batch, blocks.len() / batch];
-            words(blocks, shape, &device)
+            u32_tensor(blocks, shape, &device)
         }
         Table::Device(blocks) => blocks.cast(IntDType::I32),
     });
@@ -182,7 +182,11 @@ fn step(
 }
 
 /// Uploads words from the host.
-fn words<const D: usize>(words: Vec<u32>, shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+fn u32_tensor<const D: usize>(
+    words: Vec<u32>,
+    shape: [usize; D],
+    device: &Device,
+) -> Tensor<D, Int> {
     let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
     Tensor::<D, Int>::from_data(TensorData::new(words, shape), (device, burn::tensor::DType::I32))
 }

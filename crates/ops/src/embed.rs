@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::embed::{Embed, EmbedOperands, EmbedProblem, Learned};
 
 use crate::call::{
-    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
+    Call, Optional, as_int32, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of,
 };
 use crate::layout::rows_of;
 use crate::{Ctx, OpError};
@@ -59,9 +59,9 @@ pub fn embed(
     .checked()?;
     let call = Call::of(ctx);
     let out = <Dispatch as EmbedOps>::embed(
-        words_of(tokens).into_dispatch(),
+        as_int32(tokens).into_dispatch(),
         table.into_dispatch(),
-        words_of(start).into_dispatch(),
+        as_int32(start).into_dispatch(),
         Optional::of(positions.map(Tensor::into_dispatch)),
         problem,
         call.clone(),

@@ -25,7 +25,7 @@ pub struct Epilogue<const D: usize> {
     pub tf32: bool,
     /// True to let tensor cores accumulate f16 matmuls in f16. That is twice as fast on GeForce cards, with
     /// the range and the 10 mantissa bits of f16. Gradients still accumulate in f32.
-    pub half_sums: bool,
+    pub f16_accumulation: bool,
     /// Norm of the lhs rows. It is fused for few rows and a weight that is contiguous along k
     /// ([`takes_norm`](crate::takes_norm)); otherwise it is a separate launch.
     pub norm: Option<RowNorm>,
@@ -55,7 +55,7 @@ impl<const D: usize> Default for Epilogue<D> {
             residual: None,
             out: None,
             tf32: false,
-            half_sums: false,
+            f16_accumulation: false,
             norm: None,
         }
     }

@@ -135,7 +135,7 @@ pub enum OpError {
         "f16 accumulation needs dense f16 operands, got {0:?}\nhint: cast both operands to f16, \
          or accumulate in f32"
     )]
-    HalfSums(DType),
+    F16Accumulation(DType),
     /// tf32 with operands that are not f32: their dtype.
     #[error("tf32 needs f32 operands, got {0:?}\nhint: cast to f32, or do not request tf32")]
     Tf32(DType),

@@ -36,17 +36,17 @@ mod decode;
 mod embed;
 mod epilogue;
 mod error;
+mod int32_buffers;
 mod layout;
 mod matmul;
 mod memory;
 mod norm;
 mod offsets;
 mod quantized;
-mod refresh;
 mod rope;
 mod sample;
+mod update_inputs;
 mod upload;
-mod words;
 
 pub use activate::{activate, activate_memory};
 pub use allocation::check_allocation;
@@ -54,7 +54,7 @@ pub use attention::{
     Packing, attention, attention_backward, attention_memory, attention_packed,
     attention_packed_with_lse, attention_with_lse,
 };
-pub use capture::{AtWork, at_work, capture_alone, captures};
+pub use capture::{StreamGuard, capture_alone, captures, stream_guard};
 /// Checkpoint files that [`QuantizedWeight`]s are read from and written to.
 pub use checkpoint;
 pub use ctx::{Ctx, Rehearsed};
@@ -76,7 +76,7 @@ pub use quantized::{
     QuantizedLinear, QuantizedWeight, quantized_glu, quantized_glu_memory, quantized_linear,
     quantized_linear_memory,
 };
-pub use refresh::refresh;
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};
+pub use update_inputs::update_inputs;
 pub use upload::upload;

@@ -43,7 +43,7 @@ use crate::epilogue::Epilogue;
 use crate::layout::{Matrices, broadcast, fold};
 use crate::memory::bytes_of;
 use crate::norm::{NormOps, normalised};
-use crate::offsets::{Groups, words_on};
+use crate::offsets::{Groups, u32_buffer};
 use crate::{Ctx, MemoryProfile, OpError, OpMemory};
 
 pub(crate) use crate::activate::finish;
@@ -161,10 +161,10 @@ pub fn linear<const D: usize>(
     let rows: usize = shape[..D - 1].iter().product();
     shape[D - 1] = n;
     epilogue.check_shapes(n, shape)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32, half_sums, norm } = epilogue;
+    let Epilogue { bias, activation, gate, residual, out, tf32, f16_accumulation, norm } = epilogue;
     let flat = |t: Tensor<D>| t.reshape([rows, n]);
     let (gate, residual) = (gate.map(flat), residual.map(flat));
-    let epilogue = Epilogue { bias, activation, gate, residual, out, tf32, half_sums, norm };
+    let epilogue = Epilogue { bias, activation, gate, residual, out, tf32, f16_accumulation, norm };
     Ok(matmul(ctx, x.reshape([rows, k]), weight, epilogue)?.reshape(shape))
 }
 
@@ -253,11 +253,11 @@ fn spec_of<const D: usize>(
     rhs: burn::tensor::DType,
     epilogue: &Epilogue<D>,
 ) -> Result<Spec, OpError> {
-    let Epilogue { activation, out, tf32, half_sums, .. } = epilogue;
+    let Epilogue { activation, out, tf32, f16_accumulation, .. } = epilogue;
     let precision = match need {
         burn::tensor::DType::F32 if *tf32 => Precision::Tf32,
         burn::tensor::DType::F32 => Precision::F32,
-        burn::tensor::DType::F16 if *half_sums => Precision::F16Acc16,
+        burn::tensor::DType::F16 if *f16_accumulation => Precision::F16Acc16,
         burn::tensor::DType::F16 => Precision::F16,
         burn::tensor::DType::BF16 => Precision::Bf16,
         other => return Err(OpError::NotFloat(other)),
@@ -265,8 +265,8 @@ fn spec_of<const D: usize>(
     if *tf32 && precision != Precision::Tf32 {
         return Err(OpError::Tf32(need));
     }
-    if *half_sums && precision != Precision::F16Acc16 {
-        return Err(OpError::HalfSums(need));
+    if *f16_accumulation && precision != Precision::F16Acc16 {
+        return Err(OpError::F16Accumulation(need));
     }
     let out = out.unwrap_or_else(|| FloatDType::from(need));
     if !matches!(out, FloatDType::F32 | FloatDType::F16 | FloatDType::BF16) {
@@ -360,7 +360,7 @@ impl MatmulOps for CubeBackend {
             out: out.handle.clone(),
             norm: parts.norm_buffers(spec.norm),
             epilogue: parts.buffers(),
-            rows: spec.groups.as_ref().map(|groups| words_on(&lhs.client, groups.offsets())),
+            rows: spec.groups.as_ref().map(|groups| u32_buffer(&lhs.client, groups.offsets())),
         };
         let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;

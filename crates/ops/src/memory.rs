@@ -20,13 +20,13 @@ pub struct MemoryProfile {
     pub processors: u32,
     /// Most rows of a matmul that reads quantised codes directly; more rows may take a dense copy of the
     /// weight.
-    pub coded_rows: u32,
+    pub max_fused_rows: u32,
 }
 
 impl MemoryProfile {
     /// The profile with the least memory per layer, in which logits take the largest share: no split-k, and
     /// no dense copy for up to 128 rows.
-    pub const LEAST: Self = Self { captures: false, processors: 0, coded_rows: 128 };
+    pub const LEAST: Self = Self { captures: false, processors: 0, max_fused_rows: 128 };
 
     /// Returns the profile of a device for the compute dtype `dtype` and the weight format `format`; none for
     /// dense weights.
@@ -38,7 +38,8 @@ impl MemoryProfile {
         Self {
             captures,
             processors: if captures { profile.processors.unwrap_or(USUAL_PROCESSORS) } else { 0 },
-            coded_rows: format.map_or(0, |format| quantized::coded_rows(profile, format, dtype)),
+            max_fused_rows: format
+                .map_or(0, |format| quantized::max_fused_rows(profile, format, dtype)),
         }
     }
 }
@@ -176,7 +177,7 @@ mod tests {
         let half = of(FloatDType::BF16);
         assert!(half.captures && half.processors == card.processors.expect("CUDA reports it"));
         // f32 has no path on tensor cores.
-        assert_eq!((half.coded_rows, of(FloatDType::F32).coded_rows), (128, 8));
+        assert_eq!((half.max_fused_rows, of(FloatDType::F32).max_fused_rows), (128, 8));
         let host = ArchProfile { backend: Backend::Cpu, ..card };
         assert_eq!(MemoryProfile::new(&host, FloatDType::F32, None).processors, 0);
     }

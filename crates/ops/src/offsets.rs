@@ -61,7 +61,7 @@ pub(crate) fn checked_offsets(what: &'static str, offsets: &[u32]) -> Result<(),
 }
 
 /// Uploads `words` to a buffer.
-pub(crate) fn words_on(client: &Client, words: &[u32]) -> Handle {
+pub(crate) fn u32_buffer(client: &Client, words: &[u32]) -> Handle {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     client.create_from_slice(&bytes)
 }

@@ -15,7 +15,7 @@ use kernels::norm::NormKind;
 use kernels::rope::{HeadNorm, HeadWeights, KvLayout, Rope, RopeOperands, RopeProblem};
 
 use crate::call::{
-    Call, Optional, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of, words_of,
+    Call, Optional, as_int32, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of,
 };
 use crate::decode::{Blocks, Stored, axes, cache_strides, inner, scale_strides};
 use crate::layout::rows_of;
@@ -110,8 +110,8 @@ pub fn rope(
         Slots {
             k: Stored::of(k),
             v: Stored::of(v),
-            start: words_of(start).into_dispatch(),
-            pages: Blocks::of(pages.map(|pages| words_of(pages).into_dispatch())),
+            start: as_int32(start).into_dispatch(),
+            pages: Blocks::of(pages.map(|pages| as_int32(pages).into_dispatch())),
         },
         Optional::of(options.table.map(Tensor::into_dispatch)),
         weights,

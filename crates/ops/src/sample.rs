@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::sample::{RESULT, Sample, SampleOperands, SampleProblem};
 use tune::Kernel;
 
-use crate::call::{Call, empty_like, float_of, on_cubecl, same_shape, size_of, words_of};
+use crate::call::{Call, as_int32, empty_like, float_of, on_cubecl, same_shape, size_of};
 use crate::{Ctx, OpError, OpMemory};
 
 /// Samples a token from each row of `logits`, by the row's `choices` ([`kernels::sample::Choice::words`]) and
@@ -49,7 +49,7 @@ pub fn sample(
     let call = Call::of(ctx);
     let out = <Dispatch as SampleOps>::sample(
         logits.into_dispatch(),
-        words_of(choices).into_dispatch(),
+        as_int32(choices).into_dispatch(),
         seen.into_dispatch(),
         problem,
         call.clone(),

@@ -41,13 +41,13 @@ pub fn upload<const D: usize>(
 }
 
 /// Uploads the bytes of a mapped file as words, like [`upload`]. Their number must be a multiple of four.
-pub(crate) fn upload_words(
+pub(crate) fn upload_int32(
     file: impl AsRef<[u8]> + Send + 'static,
     device: &Device,
 ) -> Tensor<1, Int> {
     let bytes = bytes::Bytes::from_owner(file);
     let words = Tensor::<1, Int>::empty([bytes.len() / 4], (device, DType::I32)).into_dispatch();
-    Tensor::from_dispatch(<Dispatch as UploadOps>::upload_words(words, Shared(bytes)))
+    Tensor::from_dispatch(<Dispatch as UploadOps>::upload_int32(words, Shared(bytes)))
 }
 
 /// Shared bytes of a file.
@@ -60,7 +60,7 @@ pub(crate) trait UploadOps: Backend {
     fn upload(tensor: FloatTensor<Self>, file: Shared) -> FloatTensor<Self>;
 
     /// Does the same for integers.
-    fn upload_words(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self>;
+    fn upload_int32(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self>;
 }
 
 impl UploadOps for CubeBackend {
@@ -82,7 +82,7 @@ impl UploadOps for CubeBackend {
         tensor
     }
 
-    fn upload_words(tensor: CubeTensor, file: Shared) -> CubeTensor {
+    fn upload_int32(tensor: CubeTensor, file: Shared) -> CubeTensor {
         Self::upload(tensor, file)
     }
 }
@@ -92,7 +92,7 @@ impl<B: UploadOps, C: CheckpointStrategy> UploadOps for Autodiff<B, C> {
         Self::from_inner(B::upload(Self::inner(tensor), file))
     }
 
-    fn upload_words(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self> {
-        B::upload_words(tensor, file)
+    fn upload_int32(tensor: IntTensor<Self>, file: Shared) -> IntTensor<Self> {
+        B::upload_int32(tensor, file)
     }
 }

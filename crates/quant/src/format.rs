@@ -47,7 +47,7 @@ pub struct FormatInfo {
     /// Name in command lines, records and tables.
     pub name: &'static str,
     /// Name of a loaded model's weights in records; formats with the same bits may share one.
-    pub held_as: &'static str,
+    pub precision_name: &'static str,
     /// Bits per code.
     pub bits: u32,
     /// Default block of elements that share a scale.
@@ -97,12 +97,12 @@ const NF4: [f32; 16] = [
 /// Magnitudes of FP4 in bitsandbytes' order, then the same values negated; both zeros are positive.
 const FP4: [f32; 16] = {
     let magnitudes = [0.0, 0.0625 / 12.0, 8.0 / 12.0, 1.0, 4.0 / 12.0, 0.5, 2.0 / 12.0, 0.25];
-    let (mut book, mut i) = ([0.0; 16], 0);
+    let (mut values, mut i) = ([0.0; 16], 0);
     while i < 8 {
-        (book[i], book[i + 8]) = (magnitudes[i], 0.0 - magnitudes[i]);
+        (values[i], values[i + 8]) = (magnitudes[i], 0.0 - magnitudes[i]);
         i += 1;
     }
-    book
+    values
 };
 
 /// All formats, in listing order.
@@ -111,7 +111,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Nf4,
         FormatInfo {
             name: "nf4",
-            held_as: "4-bit",
+            precision_name: "4-bit",
             bits: 4,
             block: Block::Elements(64),
             scales: Scales::Nested,
@@ -126,7 +126,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Fp4,
         FormatInfo {
             name: "fp4",
-            held_as: "4-bit",
+            precision_name: "4-bit",
             bits: 4,
             block: Block::Elements(64),
             scales: Scales::Nested,
@@ -141,7 +141,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Int8,
         FormatInfo {
             name: "int8",
-            held_as: "int8",
+            precision_name: "int8",
             bits: 8,
             block: Block::Row,
             scales: Scales::F32,
@@ -156,7 +156,7 @@ const TABLE: &[(WeightFormat, FormatInfo)] = &[
         WeightFormat::Q8_0,
         FormatInfo {
             name: "q8_0",
-            held_as: "q8_0",
+            precision_name: "q8_0",
             bits: 8,
             block: Block::Elements(32),
             scales: Scales::F16,
@@ -287,9 +287,9 @@ mod tests {
             assert_eq!(format.name().parse(), Ok(format));
             let FormatInfo { bits, codebook, .. } = format.info();
             assert_eq!(codebook.is_some(), *bits == 4, "{format}");
-            if let Some(book) = codebook {
-                let most = book.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-                assert_eq!(most, 1.0, "{format}");
+            if let Some(values) = codebook {
+                let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+                assert_eq!(max, 1.0, "{format}");
             }
         }
     }

@@ -565,14 +565,14 @@ pub(crate) fn weighted<T: Real>(
 ) -> (Vec<T>, T) {
     let minus_inf = T::from(f32::NEG_INFINITY);
     // NaN must win, as in a sum of exponentials.
-    let most = scores.iter().fold(minus_inf, |m, (s, ..)| if *s <= m { m } else { *s });
+    let row_max = scores.iter().fold(minus_inf, |m, (s, ..)| if *s <= m { m } else { *s });
     let mut out = vec![T::from(0.0); head_dim];
-    if most == minus_inf {
+    if row_max == minus_inf {
         return (out, minus_inf);
     }
     let mut sum = T::from(0.0);
     for (score, scale, values) in scores {
-        let p = (score + -most).exp();
+        let p = (score + -row_max).exp();
         sum = sum + p;
         let p = weight(p * scale);
         for (out, v) in out.iter_mut().zip(values) {
@@ -580,7 +580,7 @@ pub(crate) fn weighted<T: Real>(
         }
     }
     out.iter_mut().for_each(|v| *v = *v / sum);
-    (out, most + sum.ln())
+    (out, row_max + sum.ln())
 }
 
 /// Returns the size class of a query that sees `keys` keys. A mean of n values falls as 1/√n, so the first

@@ -78,20 +78,20 @@ impl CrossEntropy<'_> {
             None => logits.collect(),
         };
         let y: Vec<f64> = z.iter().map(|z| r(z / self.temperature)).collect();
-        let most = y.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let most = if most == f64::NEG_INFINITY { 0.0 } else { most };
-        let weights: Vec<f64> = y.iter().map(|y| r(r(y - most).exp())).collect();
+        let row_max = y.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let row_max = if row_max == f64::NEG_INFINITY { 0.0 } else { row_max };
+        let weights: Vec<f64> = y.iter().map(|y| r(r(y - row_max).exp())).collect();
         let total = weights.iter().fold(0.0, |sum, w| r(sum + w));
         let moments = weights.iter().zip(&y);
-        let moments = moments.filter(|(w, _)| **w != 0.0).map(|(w, y)| r(w * r(y - most)));
+        let moments = moments.filter(|(w, _)| **w != 0.0).map(|(w, y)| r(w * r(y - row_max)));
         let moment = moments.fold(0.0, |sum, m| r(sum + m));
         let log = r(total.ln());
-        let mut stats = [0.0, 0.0, r(log - r(moment / total)), r(most + log)];
+        let mut stats = [0.0, 0.0, r(log - r(moment / total)), r(row_max + log)];
         let Some(target) = self.targets[row] else {
             return RowLoss { stats, gradient: vec![0.0; self.vocab] };
         };
         let weight = f64::from(self.weights[row]);
-        stats[1] = y.get(target as usize).map_or(f64::NAN, |y| r(r(y - most) - log));
+        stats[1] = y.get(target as usize).map_or(f64::NAN, |y| r(r(y - row_max) - log));
         stats[0] = r(-weight * stats[1]);
         let scale = if stats[1].is_nan() { f64::NAN } else { r(weight / self.temperature) };
         let slope = |(v, w): (usize, &f64)| {

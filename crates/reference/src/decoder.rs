@@ -260,7 +260,7 @@ impl Decoder {
         }
         if let Some(rotary) = &block.rotary {
             for (at, head) in out.chunks_mut(self.head_dim).enumerate() {
-                rotary.turn(head, at / heads, seq);
+                rotary.rotate(head, at / heads, seq);
             }
         }
         self.kept(out)

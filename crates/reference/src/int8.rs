@@ -85,8 +85,8 @@ pub fn activations(
     threshold: f32,
 ) -> Result<Vec<f32>, Error> {
     let scales = steps(values, rows, cols, threshold)?;
-    let outlying = outliers(values, cols, threshold);
-    let value = |i: usize| match outlying[i % cols] {
+    let outlier_columns = outliers(values, cols, threshold);
+    let value = |i: usize| match outlier_columns[i % cols] {
         true => values[i],
         false => {
             (values[i] * inverse(scales[i / cols])).round_ties_even() * (scales[i / cols] / 127.0)
@@ -119,21 +119,21 @@ pub fn undecided(
 fn steps(values: &[f32], rows: usize, cols: usize, threshold: f32) -> Result<Vec<f32>, Error> {
     length("values", values.len(), rows.saturating_mul(cols))?;
     finite(values)?;
-    let outlying = outliers(values, cols, threshold);
+    let outlier_columns = outliers(values, cols, threshold);
     let of_row = |row: usize| {
-        let own = values[row * cols..][..cols].iter().zip(&outlying);
+        let own = values[row * cols..][..cols].iter().zip(&outlier_columns);
         own.fold(0f32, |top, (value, out)| if *out { top } else { top.max(value.abs()) })
     };
     Ok((0..rows).into_par_iter().map(of_row).collect())
 }
 
 fn outliers(values: &[f32], cols: usize, threshold: f32) -> Vec<bool> {
-    let mut outlying = vec![false; cols];
+    let mut outlier_columns = vec![false; cols];
     if threshold > 0.0 {
         let far = values.iter().enumerate().filter(|(_, value)| value.abs() >= threshold);
-        far.for_each(|(i, _)| outlying[i % cols] = true);
+        far.for_each(|(i, _)| outlier_columns[i % cols] = true);
     }
-    outlying
+    outlier_columns
 }
 
 fn inverse(largest: f32) -> f32 {
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn outlying_columns_stay_and_widen_no_step() -> Result<(), Error> {
+    fn outlier_columns_stay_and_widen_no_step() -> Result<(), Error> {
         let values = [1.27, 0.306, 60.0, -0.5, 0.0, 0.0, -7.0, 0.0];
         let all = activations(&values, 2, 4, 6.0)?;
         let step = 1.27f32 / 127.0;

@@ -332,7 +332,7 @@ impl Matmul {
             }
         }
         let (mut reference, mut naive) = (Vec::new(), Vec::new());
-        let (mut picked, mut indices) = (Vec::new(), Vec::new());
+        let (mut sampled, mut indices) = (Vec::new(), Vec::new());
         for (group, rows) in offsets.windows(2).enumerate() {
             let (first, end) = (rows[0], rows[1]);
             if first > end || end > self.m {
@@ -375,10 +375,10 @@ impl Matmul {
             naive.extend(part.naive_at(&sample, lhs, rhs, epilogue)?);
             for index in part.indices(&sample).map(|i| i + cells.start) {
                 indices.push(index);
-                picked.push(out[index]);
+                sampled.push(out[index]);
             }
         }
-        let mut comparison = compare(&picked, &reference, &naive, self.out_dtype)?;
+        let mut comparison = compare(&sampled, &reference, &naive, self.out_dtype)?;
         comparison.worst_index = comparison.worst_index.map(|i| indices[i]);
         Ok(comparison)
     }
@@ -409,8 +409,8 @@ impl Matmul {
         let affordable = (budget / self.k.max(1)).max(256);
         while cost(counts) > affordable && counts != [1; 3] {
             // Halving the longest axis keeps the samples evenly spread.
-            let most = (0..3).max_by_key(|&axis| counts[axis]).unwrap_or(0);
-            counts[most] = counts[most].div_ceil(2);
+            let max = (0..3).max_by_key(|&axis| counts[axis]).unwrap_or(0);
+            counts[max] = counts[max].div_ceil(2);
         }
         let mut rng = stream(seed);
         Sample {

@@ -5,8 +5,8 @@
 //! codes: [ceil(len/2)] bytes, element 2j in the high half   absmax: [ceil(len/block_size)]
 //!   for each block b of block_size values, the last may be short:
 //!     absmax[b] = max|values[i]|
-//!     for each i in b: code[i] = nearest(code_book, values[i]·(1/absmax[b]))
-//!   values[i] ≈ code_book[code[i]]·absmax[b]
+//!     for each i in b: code[i] = nearest(codebook, values[i]·(1/absmax[b]))
+//!   values[i] ≈ codebook[code[i]]·absmax[b]
 //! nested: the absmax themselves, in blocks of 256, as bytes of a dynamic map
 //!   d = absmax - offset;  nested_absmax[c] = max|d|;  code[b] = nearest(map, d[b]·(1/nested_absmax[c]))
 //!   absmax[b] ≈ map[code[b]]·nested_absmax[b/256] + offset
@@ -116,7 +116,7 @@ impl FourBit {
     pub const ALL: [Self; 2] = [Self::Nf4, Self::Fp4];
 
     /// Returns the value of each code. Checkpoints contain their own codebook; decode them with that.
-    pub fn code_book(self) -> [f32; 16] {
+    pub fn codebook(self) -> [f32; 16] {
         match self {
             Self::Nf4 => NF4,
             Self::Fp4 => std::array::from_fn(|code| {
@@ -186,7 +186,7 @@ impl FourBit {
 /// # Errors
 /// [`Error::BlockSize`]; [`Error::Length`] if the shapes disagree.
 pub fn dequantize(
-    code_book: &[f32; 16],
+    codebook: &[f32; 16],
     codes: &[u8],
     absmax: &[f32],
     block_size: usize,
@@ -195,7 +195,7 @@ pub fn dequantize(
     check(block_size)?;
     length("codes", codes.len(), len.div_ceil(2))?;
     length("absmax", absmax.len(), len.div_ceil(block_size))?;
-    let value = |i| code_book[usize::from(nibble(codes, i))] * absmax[i / block_size];
+    let value = |i| codebook[usize::from(nibble(codes, i))] * absmax[i / block_size];
     Ok((0..len).into_par_iter().map(value).collect())
 }
 
@@ -347,7 +347,7 @@ pub(crate) fn finite(values: &[f32]) -> Result<(), Error> {
 }
 
 pub(crate) fn largest(values: &[f32]) -> f32 {
-    values.iter().fold(0.0, |most, v| most.max(normal(*v).abs()))
+    values.iter().fold(0.0, |max, v| max.max(normal(*v).abs()))
 }
 
 /// Flushes a subnormal to zero.

@@ -76,7 +76,7 @@ pub fn disagreement(values: &[f32], blocks: &Blocks, ulps: u32) -> Result<Option
 fn steps(values: &[f32]) -> Result<Vec<f32>, Error> {
     length("values", values.len(), values.len().next_multiple_of(BLOCK))?;
     finite(values)?;
-    let step = |block: &[f32]| block.iter().fold(0f32, |most, v| most.max(v.abs())) / 127.0;
+    let step = |block: &[f32]| block.iter().fold(0f32, |max, v| max.max(v.abs())) / 127.0;
     Ok(values.par_chunks(BLOCK).map(step).collect())
 }
 

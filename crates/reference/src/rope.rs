@@ -4,8 +4,8 @@
 //! qkv: [batch·seq, (heads + 2·kv_heads)·head_dim]
 //! for each token (b, s) and head:
 //!   position = start[b] + s
-//!   q[b, s, head]        = turned(norm(query), position)
-//!   k[b, head, position] = turned(norm(key), position)
+//!   q[b, s, head]        = rotated(norm(query), position)
+//!   k[b, head, position] = rotated(norm(key), position)
 //!   v[b, head, position] = value
 //! ```
 //!
@@ -14,7 +14,7 @@
 //! v likewise. A position past the cache or the table, or in a page that does not exist, leaves the caches
 //! unchanged, and its queries are NaN.
 
-use crate::rotary::turn_by;
+use crate::rotary::rotate_by;
 use crate::{Comparison, DType, Error, Norm, compare};
 
 /// Tolerance of an i8 value in its own units: one half for rounding, the rest for its f32 arithmetic.
@@ -110,7 +110,7 @@ impl Rope {
             }
             if let Some(row) = cos_sin {
                 let half = self.dims / 2;
-                turn_by(&mut head, self.dims, |i| (row[i].into(), row[i + half].into()));
+                rotate_by(&mut head, self.dims, |i| (row[i].into(), row[i + half].into()));
             }
             head
         })
@@ -273,11 +273,11 @@ impl Rope {
 /// Divides a head by its scale, and returns the scale.
 fn in_units(head: &mut [f64]) -> f64 {
     let not_a_number = head.iter().any(|v| v.is_nan());
-    let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
-    let scale = match most {
+    let max = head.iter().fold(0.0f64, |max, v| max.max(v.abs()));
+    let scale = match max {
         _ if not_a_number => f64::NAN,
-        most if most < SMALLEST => 0.0,
-        most => most / 127.0,
+        max if max < SMALLEST => 0.0,
+        max => max / 127.0,
     };
     let unit = |v: f64| match scale {
         0.0 => 0.0,
@@ -306,7 +306,7 @@ mod tests {
     };
 
     #[test]
-    fn heads_are_normalised_turn_and_go_where_the_cache_has_them() -> Result<(), Error> {
+    fn heads_are_normalised_rotated_and_go_where_the_cache_has_them() -> Result<(), Error> {
         let rotary = Rotary { base: 100.0, dims: 4, stretch: Stretch::None, magnitude: 1.5 };
         let table: Vec<f32> = rotary.table(5, 5).iter().map(|v| *v as f32).collect();
         let qkv = fill(1, 4 * 4 * 6, Distribution::Normal);
@@ -329,7 +329,7 @@ mod tests {
             let from = (token * 4 + which) * 6;
             let mut head: Vec<f64> = qkv[from..from + 6].iter().map(|v| f64::from(*v)).collect();
             ROPE.norm.expect("there is one").apply(&mut head, weight, None);
-            rotary.turn(&mut head, position, 5);
+            rotary.rotate(&mut head, position, 5);
             head
         };
         let close = |got: &[f64], want: &[f64]| {
@@ -385,10 +385,10 @@ mod tests {
         for (at, head) in got.k.chunks(6).enumerate() {
             let (scale, whole) = (scales[0][at], &float.k[at * 6..][..6]);
             let written = [1, 2, 5, 6].contains(&at);
-            let most = head.iter().fold(0.0f64, |most, v| most.max(v.abs()));
+            let max = head.iter().fold(0.0f64, |max, v| max.max(v.abs()));
             match at {
                 2 => assert!(scale == 0.0 && head == [0.0; 6], "{head:?}"),
-                _ if written => assert!((most - 127.0).abs() < 1e-9, "{head:?}"),
+                _ if written => assert!((max - 127.0).abs() < 1e-9, "{head:?}"),
                 _ => assert!(scale == 0.5 && head == [7.0; 6], "{head:?}"),
             }
             let near = |(v, w): (&f64, &f64)| !written || (v * scale - w).abs() < 1e-9;

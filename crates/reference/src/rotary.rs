@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! for each pair i of the first `dims` dimensions of a head, (x, y) = (v[i], v[i + dims/2]):
-//!   turn = position·base^(-2i/dims)                                      // radians, before scaling
-//!   (x, y) = magnitude·(x·cos(turn) - y·sin(turn), y·cos(turn) + x·sin(turn))
+//!   angle = position·base^(-2i/dims)                                     // radians, before scaling
+//!   (x, y) = magnitude·(x·cos(angle) - y·sin(angle), y·cos(angle) + x·sin(angle))
 //! ```
 //!
 //! Source: Su et al., "RoFormer" (2021), section 3.4. Scaling: Chen et al., "Extending Context Window of
@@ -64,8 +64,8 @@ pub enum Stretch {
 
 impl Rotary {
     /// Rotates one head `[head_dim]` at `position` of a sequence of `seq` positions.
-    pub fn turn(&self, head: &mut [f64], position: usize, seq: usize) {
-        turn_by(head, self.dims, |pair| self.cos_sin(pair, position, seq));
+    pub fn rotate(&self, head: &mut [f64], position: usize, seq: usize) {
+        rotate_by(head, self.dims, |pair| self.cos_sin(pair, position, seq));
     }
 
     /// Returns `[positions, dims]`: the cosines of a position's pairs, then their sines, multiplied by the
@@ -125,8 +125,9 @@ impl Rotary {
             }
             Stretch::Yarn { factor, fast, slow, trained, whole } => {
                 // Fractional index of the pair with this number of rotations over the trained length.
-                let at = |turns: f64| {
-                    self.dims as f64 * (trained / (turns * 2.0 * PI)).ln() / (2.0 * self.base.ln())
+                let at = |rotations: f64| {
+                    self.dims as f64 * (trained / (rotations * 2.0 * PI)).ln()
+                        / (2.0 * self.base.ln())
                 };
                 let (mut first, mut last) = (at(*fast), at(*slow));
                 if *whole {
@@ -147,7 +148,7 @@ impl Rotary {
 }
 
 /// Rotates the pairs of the first `dims` dimensions of a head, each by its cosine and sine.
-pub fn turn_by(head: &mut [f64], dims: usize, cos_sin: impl Fn(usize) -> (f64, f64)) {
+pub fn rotate_by(head: &mut [f64], dims: usize, cos_sin: impl Fn(usize) -> (f64, f64)) {
     let half = dims / 2;
     for pair in 0..half {
         let (cos, sin) = cos_sin(pair);

@@ -160,7 +160,7 @@ fn check_text(file: &Path) -> Result<()> {
 fn window(config: &Value) -> usize {
     let of = |name| config.get(name).and_then(Value::as_u64);
     let context = of("max_position_embeddings").or_else(|| of("n_positions"));
-    context.and_then(|most| usize::try_from(most).ok()).map_or(WINDOW, |most| most.min(WINDOW))
+    context.and_then(|max| usize::try_from(max).ok()).map_or(WINDOW, |max| max.min(WINDOW))
 }
 
 #[cfg(test)]

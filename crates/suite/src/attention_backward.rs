@@ -79,7 +79,7 @@ impl KernelSuite for AttentionBackward {
         let (problem, p) = (&case.problem, &case.problem.forward);
         let dtype = reference_dtype(p.dtype);
         let host = Host::new(device, &case.forward)?;
-        let forward = Attention::simplest(device.profile(), p)
+        let forward = Attention::baseline(device.profile(), p)
             .map_err(|why| CheckError::Kernel(format!("forward pass: {why}")))?;
         Attention::launch(&Queue::Device(device), p, &forward, &host.operands, None);
         let (out, lse) = host.results(device)?;
@@ -207,9 +207,9 @@ impl KernelSuite for AttentionBackward {
             let p = AttentionProblem::dense(4, [16, 4], [seq; 2], head_dim, DType::Bf16);
             AttentionProblem { lse: true, ..p.expect("valid sizes") }
         };
-        let case = |forward, most| {
+        let case = |forward, max_candidates| {
             let problem = BackwardProblem::of(forward).expect("it stores its log-sum-exp");
-            InstanceCase { problem, most, clean: 1 }
+            InstanceCase { problem, max_candidates, clean: 1 }
         };
         let mut cases = vec![case(dense(4096, 128), usize::MAX)];
         for head_dim in HEAD_DIMS {

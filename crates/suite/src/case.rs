@@ -38,7 +38,7 @@ impl<P> BenchCase<P> {
 pub struct InstanceCase<P> {
     pub problem: P,
     /// Number of its candidates to compile.
-    pub most: usize,
+    pub max_candidates: usize,
     /// Number of compiled candidates that must not spill on an RTX card.
     pub clean: usize,
 }

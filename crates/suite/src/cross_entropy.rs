@@ -286,7 +286,7 @@ impl KernelSuite for CrossEntropy {
         let of = |vocab, dtype| problem(4096, vocab, dtype);
         let gpt2 = CrossEntropyProblem { stride: 50_304, ..of(50_257, DType::Bf16) };
         let llama = of(128_256, DType::Bf16);
-        let case = |problem, most| InstanceCase { problem, most, clean: 1 };
+        let case = |problem, max_candidates| InstanceCase { problem, max_candidates, clean: 1 };
         vec![
             case(llama, usize::MAX),
             case(gpt2, 2),

@@ -138,9 +138,9 @@ fn four_bit(weight: &FourBit<'_>) -> Vec<f32> {
                 .expect("a consistent file")
         }
     };
-    let book = weight.quant_map.as_ref().try_into().expect("16 values");
+    let codebook = weight.quant_map.as_ref().try_into().expect("16 values");
     let len = weight.layout.shape.iter().product();
-    reference::nf4::dequantize(book, &weight.codes, &absmax, weight.layout.block_size, len)
+    reference::nf4::dequantize(codebook, &weight.codes, &absmax, weight.layout.block_size, len)
         .expect("a consistent file")
 }
 

@@ -199,7 +199,7 @@ impl KernelSuite for Embed {
             let plain = EmbedProblem::new([16, 1], [8192, hidden], dtype).expect("valid");
             for positions in [None, Some(1024)] {
                 let problem = EmbedProblem { positions, ..plain };
-                cases.push(InstanceCase { problem, most: 2, clean: usize::MAX });
+                cases.push(InstanceCase { problem, max_candidates: 2, clean: usize::MAX });
             }
         }
         cases

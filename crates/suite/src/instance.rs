@@ -67,8 +67,8 @@ pub(crate) fn instances<K: KernelSuite>(
             }
         }
     };
-    for InstanceCase { problem, most, clean } in K::instances() {
-        let candidates = K::candidates(arch, &problem).into_iter().take(most);
+    for InstanceCase { problem, max_candidates, clean } in K::instances() {
+        let candidates = K::candidates(arch, &problem).into_iter().take(max_candidates);
         candidates.enumerate().for_each(|(i, config)| add(&problem, config, Some(i < clean)));
     }
     for (problem, config) in tuned::<K>(arch) {

@@ -212,14 +212,15 @@ impl KernelSuite for Norm {
     /// Widths that vectors do and do not divide.
     fn instances() -> Vec<InstanceCase<NormProblem>> {
         let norm = |width, dtype, kind| problem(16, width, dtype, kind);
-        let case = |problem, most| InstanceCase { problem, most, clean: usize::MAX };
+        let case =
+            |problem, max_candidates| InstanceCase { problem, max_candidates, clean: usize::MAX };
         let mut cases = Vec::new();
         for kind in NormKind::ALL {
             let plain = norm(4096, DType::Bf16, kind);
             let odd = norm(4095, DType::F32, kind);
             cases.push(case(plain, usize::MAX));
-            for (p, most) in [(plain, usize::MAX), (odd, 2)] {
-                cases.push(case(NormProblem { bias: true, residual: true, ..p }, most));
+            for (p, max_candidates) in [(plain, usize::MAX), (odd, 2)] {
+                cases.push(case(NormProblem { bias: true, residual: true, ..p }, max_candidates));
             }
         }
         cases.push(case(norm(4096, DType::F32, NormKind::Rms), 2));

@@ -31,8 +31,8 @@ pub(crate) fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
                 with.filter(|pair| open.contains(pair)).count()
             };
             // Each row breaks ties in favour of a different choice.
-            let turned = (0..choices[factor]).map(|i| (i + rows.len()) % choices[factor]);
-            row[factor] = turned.max_by_key(|choice| closes(*choice));
+            let rotated = (0..choices[factor]).map(|i| (i + rows.len()) % choices[factor]);
+            row[factor] = rotated.max_by_key(|choice| closes(*choice));
         }
         let row: Vec<usize> = row.into_iter().flatten().collect();
         open.retain(|[(a, x), (b, y)]| row[*a] != *x || row[*b] != *y);

@@ -180,7 +180,7 @@ impl KernelSuite for Q8_0Quantize {
 
     fn instances() -> Vec<InstanceCase<QuantizeProblem>> {
         let problem = QuantizeProblem { weight: weight(4096, 4096), dtype: DType::Bf16 };
-        vec![InstanceCase { problem, most: 1, clean: 1 }]
+        vec![InstanceCase { problem, max_candidates: 1, clean: 1 }]
     }
 }
 
@@ -246,7 +246,7 @@ impl KernelSuite for Q8_0Dequantize {
 
     fn instances() -> Vec<InstanceCase<DequantizeProblem>> {
         let problem = DequantizeProblem { weight: weight(4096, 4096), out: DType::Bf16 };
-        vec![InstanceCase { problem, most: 2, clean: 2 }]
+        vec![InstanceCase { problem, max_candidates: 2, clean: 2 }]
     }
 }
 
@@ -382,11 +382,11 @@ impl KernelSuite for Q8_0Matmul {
             problem.expect("there are rows")
         };
         let cases = [1, 2, 8].map(|m| {
-            let (most, clean) = (if m > 2 { 4 } else { 7 }, 4);
+            let (max_candidates, clean) = (if m > 2 { 4 } else { 7 }, 4);
             let all = Q8_0MatmulProblem { epilogue, ..plain(m) };
             [
-                InstanceCase { problem: plain(m), most, clean },
-                InstanceCase { problem: all, most: 1, clean: 1 },
+                InstanceCase { problem: plain(m), max_candidates, clean },
+                InstanceCase { problem: all, max_candidates: 1, clean: 1 },
             ]
         });
         cases.into_iter().flatten().collect()

@@ -379,7 +379,8 @@ impl KernelSuite for Rope {
         let rope = |head_dim, dtype| {
             RopeProblem::new([16, 1], [32, 8], head_dim, 2048, dtype).expect("valid")
         };
-        let case = |problem, most| InstanceCase { problem, most, clean: usize::MAX };
+        let case =
+            |problem, max_candidates| InstanceCase { problem, max_candidates, clean: usize::MAX };
         let mut cases = Vec::new();
         for head_dim in [6, 64, 80, 96, 128, 256] {
             cases.push(case(rope(head_dim, DType::Bf16), if head_dim == 128 { 4 } else { 1 }));

@@ -236,7 +236,11 @@ impl KernelSuite for Sample {
     fn instances() -> Vec<InstanceCase<SampleProblem>> {
         let case = |(vocab, masked)| {
             let problem = SampleProblem::new(16, vocab).expect("valid");
-            InstanceCase { problem: SampleProblem { masked, ..problem }, most: 2, clean: 1 }
+            InstanceCase {
+                problem: SampleProblem { masked, ..problem },
+                max_candidates: 2,
+                clean: 1,
+            }
         };
         [(128_256, false), (50_257, false), (151_936, true)].map(case).into()
     }

@@ -47,7 +47,7 @@ pub(crate) fn jobs<K: KernelSuite>(
             let inherited = cache.inherited::<K>(arch, problem).map(|(config, _)| config);
             let mut few = feasible::<K>(arch, problem, first.chain(known).chain(inherited));
             if few.is_empty() {
-                match K::simplest(arch, problem) {
+                match K::baseline(arch, problem) {
                     Ok(config) => few.push(config),
                     Err(why) => jobs.push(job::<K>(&case, Err(why.to_string()))),
                 }

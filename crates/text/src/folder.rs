@@ -1,16 +1,38 @@
 //! Reads files of a model's folder, as text and as JSON.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
 
 use serde::Deserialize;
 
 use crate::Error;
 
+/// Start of a git-lfs pointer, which stands for a file that was not fetched.
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
+/// Checks that a path is a folder or a regular file, since a read from a pipe might never end, and no git-lfs pointer.
+pub(crate) fn check(path: &Path) -> io::Result<()> {
+    let meta = fs::metadata(path)?;
+    if meta.is_dir() {
+        return Ok(());
+    }
+    if !meta.is_file() {
+        return Err(io::Error::other("it is not a file"));
+    }
+    let mut start = Vec::new();
+    fs::File::open(path)?.take(POINTER.len() as u64).read_to_end(&mut start)?;
+    match start == POINTER {
+        true => {
+            Err(io::Error::new(io::ErrorKind::Unsupported, "it is a git-lfs pointer, not the file"))
+        }
+        false => Ok(()),
+    }
+}
+
 /// Reads a text file; `None` if it does not exist. A dangling link is an error.
 pub(crate) fn read(path: &Path) -> Result<Option<String>, Error> {
-    match checkpoint::ends(path).and_then(|()| fs::read_to_string(path)) {
+    match check(path).and_then(|()| fs::read_to_string(path)) {
         Ok(text) => Ok(Some(text)),
         Err(why) if why.kind() == io::ErrorKind::NotFound && !path.is_symlink() => Ok(None),
         Err(why) => Err(Error::Read { path: path.to_owned(), why }),

@@ -5,9 +5,11 @@
 //! are normalised. So strings must be short. Each stage is also tried before the file is opened, on a text with all
 //! strings that the stages look for.
 
-use std::mem;
+use std::borrow::Cow;
+use std::{fmt, mem};
 
 use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 use tokenizers::{
     Decoder, DecoderWrapper, Encoding, NormalizedString, Normalizer, NormalizerWrapper,
@@ -31,6 +33,10 @@ const MAX_SEEN: usize = 32 << 20;
 
 /// Most characters of a WordPiece word, whose time is quadratic in its length; published models have 100.
 const MAX_WORD: u64 = 1 << 10;
+
+/// Most bytes of a piece of a Unigram model. The time for a text is its length times the number of pieces that begin at
+/// one place, so at most times this. SentencePiece trains pieces of 16 characters unless told otherwise.
+const MAX_PIECE: usize = 256;
 
 /// Number of tokens for the trial of a post-processor.
 const TOKENS: u32 = 256;
@@ -60,6 +66,42 @@ struct Model {
     continuing_subword_prefix: Option<Value>,
     end_of_word_suffix: Option<Value>,
     max_input_chars_per_word: Option<Value>,
+    #[serde(default, rename = "vocab")]
+    pieces: Pieces,
+}
+
+/// Largest number of bytes of a piece in the vocabulary of a Unigram model; 0 for the vocabularies of other models.
+#[derive(Default)]
+struct Pieces(usize);
+
+impl<'de> Deserialize<'de> for Pieces {
+    fn deserialize<D: Deserializer<'de>>(vocab: D) -> Result<Self, D::Error> {
+        vocab.deserialize_any(Self(0))
+    }
+}
+
+impl<'de> Visitor<'de> for Pieces {
+    type Value = Self;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("a vocabulary")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<Self, A::Error> {
+        while let Some((piece, _)) = list.next_element::<(Cow<'_, str>, IgnoredAny)>()? {
+            self.0 = self.0.max(piece.len());
+        }
+        Ok(self)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(self)
+    }
+
+    fn visit_unit<E>(self) -> Result<Self, E> {
+        Ok(self)
+    }
 }
 
 impl Parts {
@@ -143,6 +185,12 @@ impl Model {
             measure(around, "", &mut values, &mut strings)
                 .map_err(|why| format!("its model {why}"))?;
         }
+        if self.pieces.0 > MAX_PIECE {
+            return Err(format!(
+                "its model has a piece of {} bytes, expected at most {MAX_PIECE}",
+                self.pieces.0
+            ));
+        }
         match self.max_input_chars_per_word.as_ref().and_then(Value::as_u64) {
             Some(chars) if chars > MAX_WORD => Err(format!(
                 "its model reads words of {chars} characters, expected at most {MAX_WORD}"
@@ -189,10 +237,10 @@ fn measure<'a>(
         // A table; its size is limited by that of the file.
         Value::String(_) if key == "precompiled_charsmap" => Ok(()),
         Value::String(string) => {
-            let most = if key == "Regex" { MAX_PATTERN } else { MAX_STRING };
-            if string.len() > most {
+            let max = if key == "Regex" { MAX_PATTERN } else { MAX_STRING };
+            if string.len() > max {
                 return Err(format!(
-                    "has a string of {} bytes, expected at most {most}",
+                    "has a string of {} bytes, expected at most {max}",
                     string.len()
                 ));
             }

@@ -26,6 +26,8 @@ pub(crate) struct FolderTokens {
     pub(crate) added: Vec<AddedToken>,
     /// Special tokens without a name.
     pub(crate) extra: Vec<AddedToken>,
+    /// Index in `named` of each name; only valid until `named` is sorted.
+    places: BTreeMap<String, usize>,
     /// Prefix of texts in place of that in `tokenizer.json`.
     pub(crate) prepend: Option<PrependScheme>,
 }
@@ -173,10 +175,10 @@ impl FolderTokens {
     }
 
     fn insert(&mut self, name: &str, token: Token) {
-        let token = token.token();
-        match self.named.iter_mut().find(|(own, _)| own == name) {
-            Some((_, own)) => *own = token,
-            None => self.named.push((name.to_owned(), token)),
+        let (token, next) = (token.token(), self.named.len());
+        match *self.places.entry(name.to_owned()).or_insert(next) {
+            place if place == next => self.named.push((name.to_owned(), token)),
+            place => self.named[place].1 = token,
         }
     }
 

@@ -110,14 +110,14 @@ impl Steps {
 
     /// Charges the steps of a comparison, which ends with the smaller value.
     pub(crate) fn compare(&mut self, a: &Value, b: &Value) -> Result<(), Error> {
-        let mut most = 256;
+        let mut max = 256;
         loop {
-            let [a, b] = [a, b].map(|value| Self(most).weigh(value).unwrap_or(most));
+            let [a, b] = [a, b].map(|value| Self(max).weigh(value).unwrap_or(max));
             self.take(a + b)?;
-            if a.min(b) < most {
+            if a.min(b) < max {
                 return Ok(());
             }
-            most *= 4;
+            max *= 4;
         }
     }
 

@@ -10,6 +10,7 @@ use tokenizers::normalizers::{NormalizerWrapper, Replace};
 use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
 
 use crate::Error;
+use crate::folder::check;
 use crate::growth::Parts;
 use crate::panics::caught;
 use crate::special::FolderTokens;
@@ -57,7 +58,7 @@ impl Tokenizer {
         let path = path.as_ref();
         let folder = path.is_dir().then_some(path);
         let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
-        let read = checkpoint::ends(&path).and_then(|()| std::fs::read(&path));
+        let read = check(&path).and_then(|()| std::fs::read(&path));
         let bytes = read.map_err(|why| Error::Read { path: path.clone(), why })?;
         let bad = |why: String| Error::Tokenizer { path: path.clone(), why };
         // Errors for invalid or too deeply nested JSON contain the line.

@@ -80,7 +80,7 @@ fn rows(launches: &[Launch]) -> Vec<usize> {
 }
 
 fn count(numbers: impl Iterator<Item = usize>) -> usize {
-    numbers.max().map_or(0, |most| most + 1)
+    numbers.max().map_or(0, |max| max + 1)
 }
 
 fn complete(name: &str, category: &str, begin_ns: u64, end_ns: u64) -> Value {

@@ -76,9 +76,9 @@ struct Pending {
 }
 
 enum Time {
-    Ahead(ProfileDuration),
+    Profiled(ProfileDuration),
     /// A time that was reported when the launch ended.
-    Told {
+    Timed {
         end_ns: u64,
         duration: Duration,
         clock: Clock,
@@ -203,10 +203,10 @@ impl Recorder {
 
     fn read(&self, time: Time) -> Option<(u64, u64, Clock)> {
         match time {
-            Time::Told { end_ns, duration, clock } => {
+            Time::Timed { end_ns, duration, clock } => {
                 Some((end_ns.saturating_sub(nanoseconds(duration)), end_ns, clock))
             }
-            Time::Ahead(profile) => {
+            Time::Profiled(profile) => {
                 let clock = clock_of(profile.timing_method());
                 let ticks = block_on(profile.resolve())?;
                 let (begin, end) = self.clock.place(&ticks);
@@ -225,11 +225,11 @@ impl LaunchObserver for Recorder {
     }
 
     fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
-        self.push(kernel, Time::Ahead(profile));
+        self.push(kernel, Time::Profiled(profile));
     }
 
     fn timed(&self, kernel: &'static str, duration: Duration, method: TimingMethod) {
-        self.push(kernel, Time::Told { end_ns: self.now(), duration, clock: clock_of(method) });
+        self.push(kernel, Time::Timed { end_ns: self.now(), duration, clock: clock_of(method) });
     }
 }
 

@@ -25,7 +25,7 @@ use crate::{Kernel, config_of};
 const FORMAT: u32 = 1;
 
 /// Largest accepted cache file in bytes; all results of one card take about a megabyte.
-const MOST_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 64 << 20;
 
 /// Results shipped with the program: those of `benches/baselines`, without times.
 const RECORDED: &str = include_str!(concat!(env!("OUT_DIR"), "/recorded.jsonl"));
@@ -359,9 +359,9 @@ fn beside(target: &Path, suffix: &str) -> PathBuf {
 /// Resolves the symbolic links of `path`; the target need not exist.
 fn behind_links(path: &Path) -> io::Result<PathBuf> {
     // Linux follows as many.
-    const MOST: usize = 40;
+    const MAX_LINKS: usize = 40;
     let mut target = path.to_owned();
-    for _ in 0..MOST {
+    for _ in 0..MAX_LINKS {
         if !target.is_symlink() {
             return Ok(target);
         }
@@ -386,8 +386,8 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
     let refused = |why| CacheError { path: path.to_owned(), why };
     regular(path).map_err(refused)?;
     let len = fs::metadata(path).map_or(0, |meta| meta.len());
-    if len > MOST_BYTES {
-        let why = format!("expected at most {} MiB, got {} MiB", MOST_BYTES >> 20, len >> 20);
+    if len > MAX_BYTES {
+        let why = format!("expected at most {} MiB, got {} MiB", MAX_BYTES >> 20, len >> 20);
         return Err(refused(io::Error::new(io::ErrorKind::FileTooLarge, why)));
     }
     let bytes = match fs::read(path) {

@@ -54,7 +54,7 @@ pub trait Kernel: 'static {
     ///
     /// # Errors
     /// The device cannot run the problem; [`Kernel::candidates`] is then empty.
-    fn simplest(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
+    fn baseline(arch: &ArchProfile, problem: &Self::Problem) -> Result<Self::Config, Infeasible>;
 
     /// Makes seeded random operands for measuring.
     fn operands(queue: &Queue, problem: &Self::Problem, seed: u64) -> Self::Operands;
@@ -167,7 +167,7 @@ pub enum Infeasible {
     #[error("needs {need} units per cube, but the device allows {have}")]
     Units { need: u32, have: u32 },
     #[error("needs {need} loop iterations, but the device stops loops after {have}")]
-    Turns { need: u64, have: u32 },
+    Iterations { need: u64, have: u32 },
     #[error("needs {what}, which the device lacks")]
     Feature { what: String },
     #[error("{name} = {value} is not supported: {why}")]

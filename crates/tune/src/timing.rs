@@ -194,11 +194,11 @@ impl Stopwatch {
 
 /// Times work that runs on the calling thread, by the host's clock.
 pub fn measure_host(effort: Effort, mut work: impl FnMut(usize)) -> Timing {
-    let mut turn = 0;
+    let mut iteration = 0;
     let mut sample = || {
         let start = Instant::now();
-        work(turn);
-        turn += 1;
+        work(iteration);
+        iteration += 1;
         vec![start.elapsed().as_nanos() as f64]
     };
     let samples_ns =
@@ -221,13 +221,13 @@ pub fn measure_batches<E>(
     mut launch: impl FnMut(usize),
     mut wait: impl FnMut() -> Result<(), E>,
 ) -> Result<Timing, E> {
-    let mut turn = 0;
+    let mut iteration = 0;
     let mut batch = |launches: usize| {
         wait()?;
         let start = Instant::now();
         for _ in 0..launches {
-            launch(turn);
-            turn += 1;
+            launch(iteration);
+            iteration += 1;
         }
         wait()?;
         Ok(start.elapsed())
@@ -255,11 +255,11 @@ fn measure_with(
     // The CPU runtime reports device timing, but its clock is the host's.
     let own = method == TimingMethod::Device && device.backend() != Backend::Cpu;
     let clock = if own { "device" } else { "host" };
-    let mut turn = 0;
+    let mut iteration = 0;
     let mut run = |n: usize| {
         for _ in 0..n {
-            launch(turn);
-            turn += 1;
+            launch(iteration);
+            iteration += 1;
         }
     };
     run(1);
@@ -433,9 +433,9 @@ mod tests {
     /// Simulates a device that runs only while waited for, one millisecond per launch.
     #[test]
     fn a_batch_is_divided_among_its_launches() {
-        let (turn, queued) = (Cell::new(0), Cell::new(0));
+        let (iteration, queued) = (Cell::new(0), Cell::new(0));
         let launch = |i| {
-            assert_eq!(turn.replace(i + 1), i, "launches are numbered in order");
+            assert_eq!(iteration.replace(i + 1), i, "launches are numbered in order");
             queued.set(queued.get() + 1);
         };
         let wait = || {

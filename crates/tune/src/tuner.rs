@@ -89,7 +89,7 @@ impl Tuner<'_> {
             None => None,
         };
         let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
-            let why = K::simplest(arch, problem).err();
+            let why = K::baseline(arch, problem).err();
             TuneError::Unsupported {
                 arch: arch.id.to_string(),
                 kernel: K::NAME,
@@ -173,7 +173,7 @@ impl Tuner<'_> {
             K::programs(arch, problem, &feasible[i], &properties, &target)
         });
         let sets = operand_sets::<K>(self.device, problem);
-        let expected = K::simplest(arch, problem)
+        let expected = K::baseline(arch, problem)
             .ok()
             .map(|config| run_once::<K>(self.device, problem, &config, &sets[0]));
         let mut best = f64::INFINITY;
@@ -258,8 +258,7 @@ impl Sample {
             Ok(())
         } else {
             Err(format!(
-                "wrong result: differs from the baseline config by {worst:.3e}, expected at most \
-                 {tol:.3e}"
+                "wrong result: differs from the baseline config by {worst:.3e}, expected at most {tol:.3e}"
             ))
         }
     }
@@ -352,7 +351,7 @@ mod tests {
         fn cost(_: &u32) -> Cost {
             Cost { flops: 0, bytes: WORDS as u64 * 4 }
         }
-        fn simplest(_: &ArchProfile, problem: &u32) -> Result<u32, Infeasible> {
+        fn baseline(_: &ArchProfile, problem: &u32) -> Result<u32, Infeasible> {
             Ok(*problem)
         }
         fn operands(queue: &Queue, _: &u32, _: u64) -> Handle {

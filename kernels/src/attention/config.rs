@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::flash::{FlashConfig, FlashPlan};
-use super::plane::PlaneConfig;
 use super::problem::{AttentionProblem, Implementation};
 use super::rows::RowsConfig;
+use super::subgroup::SubgroupConfig;
 use crate::fits::{iterations, lacks, limits, rtx, shape, stores};
 
 /// A path and its tile sizes.
@@ -15,7 +15,8 @@ use crate::fits::{iterations, lacks, limits, rtx, shape, stores};
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum AttentionConfig {
     Flash(FlashConfig),
-    Plane(PlaneConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
     Rows(RowsConfig),
 }
 
@@ -23,7 +24,7 @@ impl AttentionConfig {
     /// Smallest config of the matrix path for `arch`.
     const fn smallest(arch: &ArchProfile) -> Self {
         match arch.matrices_from_words() {
-            true => Self::Plane(plane(2, 16, 16)),
+            true => Self::Subgroup(subgroup(2, 16, 16)),
             false => Self::Flash(flash(2, 16, 16, 2)),
         }
     }
@@ -32,7 +33,7 @@ impl AttentionConfig {
     const fn tile_q(self) -> Option<u32> {
         match self {
             Self::Flash(c) => Some(c.tile_q()),
-            Self::Plane(c) => Some(c.tile_q()),
+            Self::Subgroup(c) => Some(c.tile_q()),
             Self::Rows(_) => None,
         }
     }
@@ -50,7 +51,7 @@ impl Implementation {
     ) -> Result<AttentionConfig, Infeasible> {
         let in_blocks = |c: &AttentionConfig| c.tile_q().is_some();
         match self {
-            Self::Plain => simplest(arch, problem),
+            Self::Plain => baseline(arch, problem),
             Self::Flash => {
                 match candidates(arch, problem).into_iter().find(in_blocks) {
                     Some(config) => Ok(config),
@@ -82,23 +83,23 @@ const FLASH: [FlashConfig; 9] = [
     flash(2, 16, 32, 3),
 ];
 
-pub(super) const fn plane(planes: u32, rows: u32, tile_kv: u32) -> PlaneConfig {
-    PlaneConfig { planes, rows, tile_kv }
+pub(super) const fn subgroup(planes: u32, rows: u32, tile_kv: u32) -> SubgroupConfig {
+    SubgroupConfig { planes, rows, tile_kv }
 }
 
-const PLANE: [PlaneConfig; 7] = [
-    plane(8, 16, 32),
-    plane(4, 16, 16),
-    plane(8, 16, 16),
-    plane(4, 16, 32),
-    plane(4, 32, 32),
-    plane(2, 32, 32),
-    plane(2, 16, 32),
+const SUBGROUP: [SubgroupConfig; 7] = [
+    subgroup(8, 16, 32),
+    subgroup(4, 16, 16),
+    subgroup(8, 16, 16),
+    subgroup(4, 16, 32),
+    subgroup(4, 32, 32),
+    subgroup(2, 32, 32),
+    subgroup(2, 16, 32),
 ];
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<AttentionConfig> {
     let all: Vec<_> = match arch.matrices_from_words() {
-        true => PLANE.map(AttentionConfig::Plane).into(),
+        true => SUBGROUP.map(AttentionConfig::Subgroup).into(),
         false => FLASH.map(AttentionConfig::Flash).into(),
     };
     let worth =
@@ -117,7 +118,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &AttentionProblem) -> Vec<
     found.retain(|c| waste(c) <= 2 * least);
     found.sort_by_key(|c| waste(c) > least + least / 4);
     if found.is_empty() {
-        found.extend(simplest(arch, problem));
+        found.extend(baseline(arch, problem));
     }
     found
 }
@@ -130,7 +131,7 @@ fn spills(problem: &AttentionProblem, config: &AttentionConfig) -> bool {
     ragged && (65..=128).contains(&problem.head_dim) && (c.rows, c.tile_kv, c.stages) == (16, 32, 3)
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &AttentionProblem,
 ) -> Result<AttentionConfig, Infeasible> {
@@ -147,7 +148,7 @@ pub(super) fn check(
     iterations(arch, u64::from(problem.seq_kv) + 3)?;
     let c = match config {
         AttentionConfig::Flash(c) => c,
-        AttentionConfig::Plane(c) => return check_plane(arch, problem, *c),
+        AttentionConfig::Subgroup(c) => return check_subgroup(arch, problem, *c),
         AttentionConfig::Rows(_) => return Ok(()),
     };
     let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
@@ -166,10 +167,10 @@ pub(super) fn check(
     limits(arch, c.units(), c.shared_bytes(problem.head_dim))
 }
 
-fn check_plane(
+fn check_subgroup(
     arch: &ArchProfile,
     problem: &AttentionProblem,
-    c: PlaneConfig,
+    c: SubgroupConfig,
 ) -> Result<(), Infeasible> {
     let plane = arch.plane_size.0;
     // A software device keeps registers in memory, so it has no spills.
@@ -182,7 +183,7 @@ fn check_plane(
 /// Checks the tile sizes of a cooperative-matrix config, its units and its `shared_bytes`.
 pub(super) fn matrices(
     arch: &ArchProfile,
-    c: PlaneConfig,
+    c: SubgroupConfig,
     shared_bytes: u32,
 ) -> Result<(), Infeasible> {
     for (name, value, allowed) in [
@@ -250,8 +251,8 @@ fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Inf
     if !arch.cmma.contains(&MmaShape { ab, acc, m: 16, n: 16, k: 16 }) {
         return Err(lacks(format!("16 x 16 x 16 subgroup cooperative matrices of {ab}")));
     }
-    let (plane, most) = arch.plane_size;
-    if plane != most || ![8, 16, 32, 64].contains(&plane) {
+    let (plane, max_plane) = arch.plane_size;
+    if plane != max_plane || ![8, 16, 32, 64].contains(&plane) {
         return Err(lacks("a fixed plane size of 8 to 64 units"));
     }
     if problem.head_dim % 16 != 0 || problem.head_dim > 256 {

@@ -128,7 +128,7 @@ impl FlashPlan {
             own: self.q.shape,
             other: self.kv.shape,
             bf16: self.bf16,
-            ahead: true,
+            pipelined: true,
         }
     }
 
@@ -142,7 +142,7 @@ impl FlashPlan {
         Region {
             queries: self.config.rows,
             keys: self.config.tile_kv,
-            turned: false,
+            transposed: false,
             exact: self.exact,
         }
     }
@@ -220,11 +220,11 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
     let mut acc = zeros::<NC>(comptime!(products.sums())); //        [rows / 16, head_dim / 8]
-    let mut most = Array::<f32>::new(comptime!(2 * frags_m)); //     m of rows lane / 4 and + 8
+    let mut row_max = Array::<f32>::new(comptime!(2 * frags_m)); //     m of rows lane / 4 and + 8
     let mut sum = Array::<f32>::new(comptime!(2 * frags_m)); //      this unit's part of l
     #[unroll]
     for r in 0..comptime!(2 * frags_m) {
-        most[r] = f32::NEG_INFINITY.runtime();
+        row_max[r] = f32::NEG_INFINITY.runtime();
         sum[r] = 0.0f32.runtime();
     }
 
@@ -259,7 +259,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             for half in 0..2usize {
                 let at = comptime!(2 * i + half);
                 tops[at] = top::<NC>(&s, i, half, comptime!(2 * pairs_kv)) * scores.unit();
-                grows = grows || tops[at] > most[at] + HEADROOM;
+                grows = grows || tops[at] > row_max[at] + HEADROOM;
             }
         }
         if plane_any(grows) {
@@ -267,10 +267,10 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             for r in 0..comptime!(2 * frags_m) {
                 let mut reached = max(tops[r], plane_shuffle_xor(tops[r], 1));
                 reached = max(reached, plane_shuffle_xor(reached, 2));
-                let grown = max(most[r], reached);
+                let grown = max(row_max[r], reached);
                 // -inf - -inf is NaN: leave a row without keys so far as it is.
-                let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
-                most[r] = grown;
+                let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(row_max[r] - grown));
+                row_max[r] = grown;
                 sum[r] *= factor;
                 #[unroll]
                 for j in 0..comptime!(2 * pairs_d) {
@@ -283,7 +283,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         // s = exp2(s - m), l
         #[unroll]
         for r in 0..comptime!(2 * frags_m) {
-            let shift = select(most[r] == f32::NEG_INFINITY, 0.0, -most[r]);
+            let shift = select(row_max[r] == f32::NEG_INFINITY, 0.0, -row_max[r]);
             let mut part = Array::<f32>::new(2usize);
             part[0] = 0.0f32.runtime();
             part[1] = 0.0f32.runtime();
@@ -331,7 +331,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
                     lse[at] = select(
                         l == 0.0,
                         f32::NEG_INFINITY,
-                        (most[r] + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
+                        (row_max[r] + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
                     );
                 }
             }

@@ -20,11 +20,11 @@
 //!
 //! One kernel source with three paths. [`AttentionConfig`] selects one:
 //!
-//! | path    | multiplies with      | operands arrive by                   | runs on           |
-//! |---------|----------------------|--------------------------------------|-------------------|
-//! | `Flash` | `mma.sync`           | `cp.async` ring, `ldmatrix`          | CUDA, f16, bf16   |
-//! | `Plane` | cooperative matrices | shared memory, one tile of prefetch  | Vulkan, f16, bf16 |
-//! | `Rows`  | multiply-add         | one key at a time                    | any device        |
+//! | path       | multiplies with      | operands arrive by                   | runs on           |
+//! |------------|----------------------|--------------------------------------|-------------------|
+//! | `Flash`    | `mma.sync`           | `cp.async` ring, `ldmatrix`          | CUDA, f16, bf16   |
+//! | `Subgroup` | cooperative matrices | shared memory, one tile of prefetch  | Vulkan, f16, bf16 |
+//! | `Rows`     | multiply-add         | one key at a time                    | any device        |
 //!
 //! Sources: Dao et al., "FlashAttention" (2022); Dao, "FlashAttention-2" (2023); Ainslie et al., "GQA"
 //! (2023) for shared heads.
@@ -33,10 +33,10 @@ pub mod backward;
 mod config;
 pub mod decode;
 mod flash;
-mod plane;
 mod problem;
 mod rows;
 mod scores;
+mod subgroup;
 mod tiles;
 
 use arch::{ArchProfile, DType};
@@ -47,18 +47,18 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::AttentionConfig;
 pub use flash::FlashConfig;
-pub use plane::PlaneConfig;
 pub use problem::{
     AttentionOptions, AttentionProblem, HeadStrides, Implementation, InvalidAttention, ScoreStrides,
 };
 pub use rows::RowsConfig;
+pub use subgroup::SubgroupConfig;
 
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
 use flash::FlashPlan;
-use plane::PlanePlan;
 use rows::RowsPlan;
 use scores::{Rules, Scores, ScoresLaunch};
+use subgroup::SubgroupPlan;
 
 /// The attention kernel family, forward.
 pub struct Attention;
@@ -115,11 +115,11 @@ impl Kernel for Attention {
         problem.cost()
     }
 
-    fn simplest(
+    fn baseline(
         arch: &ArchProfile,
         problem: &AttentionProblem,
     ) -> Result<AttentionConfig, Infeasible> {
-        config::simplest(arch, problem)
+        config::baseline(arch, problem)
     }
 
     fn operands(queue: &Queue, problem: &AttentionProblem, seed: u64) -> AttentionOperands {
@@ -226,12 +226,12 @@ impl Plan {
                 cubes: CubeCount::Static(p.seq_q.div_ceil(c.tile_q()), p.heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
-            AttentionConfig::Plane(c) => {
+            AttentionConfig::Subgroup(c) => {
                 // Results are stored with the vector width of the loads.
                 let width = p.width_with(4, &[p.out]);
                 let plane = arch.plane_size.0;
                 Self {
-                    path: Path::Plane(PlanePlan {
+                    path: Path::Subgroup(SubgroupPlan {
                         config: c,
                         head_dim: p.head_dim,
                         plane,
@@ -288,7 +288,7 @@ fn address(problem: &AttentionProblem) -> AddressType {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Flash(FlashPlan),
-    Plane(PlanePlan),
+    Subgroup(SubgroupPlan),
     Rows(RowsPlan),
 }
 
@@ -419,8 +419,8 @@ fn attention<F: Float, M: Int, NI: Size, NO: Size>(
         Path::Flash(plan) => {
             flash::flash::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
         }
-        Path::Plane(plan) => {
-            plane::plane::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
+        Path::Subgroup(plan) => {
+            subgroup::subgroup::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)
         }
         Path::Rows(plan) => {
             rows::rows::<F, M, NI, NO>(q, k, v, out, lse, &scores, &sequences, dims, plan)

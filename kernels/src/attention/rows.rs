@@ -80,7 +80,7 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
             let from_q = dims.q.at(span.from_q + row, batch, head) / NI::value();
             let query = load_row::<F, NI>(q, from_q, vectors);
             let mut acc = zero_row::<NI>(vectors);
-            let mut most = scores.hidden;
+            let mut row_max = scores.hidden;
             let mut sum = 0.0f32.runtime();
             let (first, last) = scores.range(&span, row, 1u32.runtime());
             for col in first..last {
@@ -94,10 +94,10 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                 // NaN.)
                 let hidden = score == scores.hidden;
                 if !hidden {
-                    let grown = max(most, score);
-                    let factor = ((most - grown) * log2).exp();
+                    let grown = max(row_max, score);
+                    let factor = ((row_max - grown) * log2).exp();
                     let weight = ((score - grown) * log2).exp();
-                    most = grown;
+                    row_max = grown;
                     sum = sum * factor + weight;
                     for d in 0..vectors {
                         let value = Vector::<f32, NI>::cast_from(v[from_v + d]);
@@ -111,7 +111,7 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
             store_row::<F, NI, NO>(out, to, &acc, quotient, vectors);
             if comptime!(scores.rules.lse) {
                 let at = dims.lse_at(span.from_q + row, batch, head);
-                let log = most * std::f32::consts::LN_2 + sum.ln();
+                let log = row_max * std::f32::consts::LN_2 + sum.ln();
                 lse[at] = select(sum == 0.0, scores.hidden, log);
             }
         }

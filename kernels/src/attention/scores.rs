@@ -178,7 +178,7 @@ impl<F: Float, M: Int> Scores<F, M> {
         let (queries, keys) = comptime!((region.queries, region.keys));
         let mut cut = false.runtime();
         if comptime!(!region.exact) {
-            if comptime!(region.turned) {
+            if comptime!(region.transposed) {
                 cut = corner.row + queries > span.seq_q;
             } else {
                 cut = corner.col + keys > span.seq_kv;
@@ -217,8 +217,11 @@ impl<F: Float, M: Int> Scores<F, M> {
                     for e in 0..2usize {
                         let down = down + comptime!((16 * i + 8 * half) as u32);
                         let across = across + comptime!((8 * j + e) as u32);
-                        let (row, col) =
-                            if comptime!(region.turned) { (across, down) } else { (down, across) };
+                        let (row, col) = if comptime!(region.transposed) {
+                            (across, down)
+                        } else {
+                            (down, across)
+                        };
                         let place = Place {
                             batch: corner.batch,
                             head: corner.head,
@@ -274,7 +277,7 @@ pub(crate) struct Region {
     pub(crate) queries: u32,
     pub(crate) keys: u32,
     /// True if rows are keys and columns are queries.
-    pub(crate) turned: bool,
+    pub(crate) transposed: bool,
     /// True if no column lies past the end.
     pub(crate) exact: bool,
 }
@@ -283,7 +286,7 @@ impl Region {
     /// Number of fragments down and across.
     const fn fragments(self) -> (usize, usize) {
         let (rows, cols) =
-            if self.turned { (self.keys, self.queries) } else { (self.queries, self.keys) };
+            if self.transposed { (self.keys, self.queries) } else { (self.queries, self.keys) };
         (rows as usize / 16, cols as usize / 8)
     }
 }

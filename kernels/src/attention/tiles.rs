@@ -36,7 +36,7 @@ pub(super) struct Products {
     pub(super) other: TileShape,
     pub(super) bf16: bool,
     /// True if fragments are loaded one step before they are multiplied.
-    pub(super) ahead: bool,
+    pub(super) pipelined: bool,
 }
 
 impl Products {
@@ -93,10 +93,10 @@ pub(super) fn multiply<F: Float, NF: Size, NC: Size>(
     #[unroll]
     for step in 0..p.steps {
         let set = comptime!(step % 2);
-        if comptime!(p.ahead && step + 1 < p.steps) {
+        if comptime!(p.pipelined && step + 1 < p.steps) {
             load_step::<F>(own, other, &mut a, &mut b, step as u32 + 1, 1 - set, p);
         }
-        if comptime!(!p.ahead && step > 0) {
+        if comptime!(!p.pipelined && step > 0) {
             load_step::<F>(own, other, &mut a, &mut b, step as u32, set, p);
         }
         #[unroll]
@@ -144,11 +144,11 @@ pub(super) fn accumulate<F: Float, NF: Size, NC: Size>(
         #[unroll]
         for col in 0..p.steps {
             let this = comptime!(pair * p.steps + col);
-            if comptime!(p.ahead && this + 1 < p.pairs * p.steps) {
+            if comptime!(p.pipelined && this + 1 < p.pairs * p.steps) {
                 let into = b.index_mut(comptime!((this + 1) % 2));
                 load_summed::<F>(other, into, comptime!(this + 1), p);
             }
-            if comptime!(!p.ahead && this > 0) {
+            if comptime!(!p.pipelined && this > 0) {
                 load_summed::<F>(other, b.index_mut(comptime!(this % 2)), this, p);
             }
             #[unroll]
@@ -195,18 +195,18 @@ fn load_step<F: Float>(
     #[comptime] set: usize,
     #[comptime] p: Products,
 ) {
-    let (turn, add) = comptime!(along(step));
+    let (xor, add) = comptime!(along(step));
     #[unroll]
     for i in 0..p.frags {
         let into = a.index_mut(comptime!(set * p.frags + i));
         let far = comptime!(16 * i as u32 * p.own.row_bytes() + add);
-        load_fragments::<F>(own ^ turn, into, far, p.own, false);
+        load_fragments::<F>(own ^ xor, into, far, p.own, false);
     }
     #[unroll]
     for j in 0..p.pairs {
         let into = b.index_mut(comptime!(set * p.pairs + j));
         let far = comptime!(16 * j as u32 * p.other.row_bytes() + add);
-        load_fragments::<F>(other ^ turn, into, far, p.other, false);
+        load_fragments::<F>(other ^ xor, into, far, p.other, false);
     }
 }
 
@@ -219,7 +219,7 @@ fn load_summed<F: Float>(
     #[comptime] p: Products,
 ) {
     let shape = comptime!(p.summed());
-    let (turn, add) = comptime!(along((which % p.steps) as u32));
+    let (xor, add) = comptime!(along((which % p.steps) as u32));
     let far = comptime!(16 * (which / p.steps) as u32 * shape.row_bytes() + add);
-    load_fragments::<F>(other ^ turn, into, far, shape, false);
+    load_fragments::<F>(other ^ xor, into, far, shape, false);
 }

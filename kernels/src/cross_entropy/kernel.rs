@@ -66,8 +66,11 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
             let at = min(lane + comptime!(h as u32 * lanes), vectors - 1);
             held[h] = load(logits, &*gradient, from + at as usize, plan);
         }
-        let mut sums =
-            Sums { most: f32::MIN.runtime(), weight: 0.0f32.runtime(), moment: 0.0f32.runtime() };
+        let mut sums = SoftmaxStats {
+            row_max: f32::MIN.runtime(),
+            weight: 0.0f32.runtime(),
+            moment: 0.0f32.runtime(),
+        };
         #[unroll]
         for h in 0..comptime!(plan.held as usize) {
             let at = lane + comptime!(h as u32 * lanes);
@@ -93,8 +96,8 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
         }
 
         // Merge the sums of a row's units.
-        let most = row_fold(sums.most, &mut shared, Fold::Max, plan.rows);
-        let lower = lowered(sums.most, most, unit);
+        let row_max = row_fold(sums.row_max, &mut shared, Fold::Max, plan.rows);
+        let lower = lowered(sums.row_max, row_max, unit);
         let factor = power(lower, plan.ptx);
         let moment = factor * (sums.moment + sums.weight * lower);
         let weight = row_sum(factor * sums.weight, &mut shared, plan.rows);
@@ -110,18 +113,19 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
                 of_target = select(target % comptime!(width as u32) == e as u32, z[e], of_target);
             }
             let log = log_of(weight);
-            let log_probability = (of_target - most) * scalars.inverse_temperature - log;
+            let log_probability = (of_target - row_max) * scalars.inverse_temperature - log;
             let (at, rows) = (row as usize, sizes.rows as usize);
             stats[at] = select(ignored, 0.0, -scale * log_probability);
             let log_probability = select(target < sizes.vocab, log_probability, scalars.nan);
             stats[at + rows] = select(ignored, 0.0, log_probability);
             stats[at + 2 * rows] = log - moment / weight * std::f32::consts::LN_2;
-            stats[at + 3 * rows] = most * scalars.inverse_temperature + log;
+            stats[at + 3 * rows] = row_max * scalars.inverse_temperature + log;
         }
 
         if comptime!(!matches!(plan.gradient, Gradient::None)) {
             let slope = scale * scalars.inverse_temperature;
-            let softmax = Softmax { most, unit, weight, inverse: slope / weight, target, ignored };
+            let softmax =
+                Softmax { row_max, unit, weight, inverse: slope / weight, target, ignored };
             #[unroll]
             for h in 0..comptime!(plan.held as usize) {
                 let at = lane + comptime!(h as u32 * lanes);
@@ -161,21 +165,21 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
 
 /// Running sums over a unit's part of a row, in units of log₂.
 #[derive(CubeType)]
-struct Sums {
+struct SoftmaxStats {
     /// Largest z.
-    most: f32,
-    /// Σ 2^((z - most) · unit)
+    row_max: f32,
+    /// Σ 2^((z - row_max) · unit)
     weight: f32,
-    /// Σ 2^((z - most) · unit) · (z - most) · unit
+    /// Σ 2^((z - row_max) · unit) · (z - row_max) · unit
     moment: f32,
 }
 
 /// Values of a row that its gradient needs.
 #[derive(CubeType)]
 struct Softmax {
-    most: f32,
+    row_max: f32,
     unit: f32,
-    /// Σ 2^((z - most) · unit)
+    /// Σ 2^((z - row_max) · unit)
     weight: f32,
     /// Weight of the row, divided by the temperature and by the sum.
     inverse: f32,
@@ -228,30 +232,30 @@ fn bent<F: Float, N: Size>(
 /// Adds a vector to the running sums.
 #[cube]
 fn absorb(
-    sums: &mut Sums,
+    sums: &mut SoftmaxStats,
     z: &Array<f32>,
     unit: f32,
     #[comptime] width: usize,
     #[comptime] ptx: bool,
 ) {
-    let mut most = sums.most;
+    let mut row_max = sums.row_max;
     #[unroll]
     for e in 0..width {
-        most = max(most, z[e]);
+        row_max = max(row_max, z[e]);
     }
-    let lower = lowered(sums.most, most, unit);
+    let lower = lowered(sums.row_max, row_max, unit);
     let factor = power(lower, ptx);
     let mut moment = factor * (sums.moment + sums.weight * lower);
     let mut weight = factor * sums.weight;
     #[unroll]
     for e in 0..width {
-        let exponent = (z[e] - most) * unit;
+        let exponent = (z[e] - row_max) * unit;
         let own = power(exponent, ptx);
         weight += own;
         // The bound avoids 0 · -inf, which is NaN.
         moment = fma(own, max(exponent, -1e4f32), moment);
     }
-    sums.most = most;
+    sums.row_max = row_max;
     sums.weight = weight;
     sums.moment = moment;
 }
@@ -295,7 +299,7 @@ fn slopes<F: Float, N: Size>(
     let mut slopes = Array::<f32>::new(width);
     #[unroll]
     for e in 0..width {
-        slopes[e] = power((z[e] - softmax.most) * softmax.unit, plan.ptx);
+        slopes[e] = power((z[e] - softmax.row_max) * softmax.unit, plan.ptx);
     }
     let column = at * comptime!(width as u32);
     if softmax.target >= column && softmax.target < column + comptime!(width as u32) {

@@ -226,7 +226,7 @@ impl Kernel for CrossEntropy {
     fn candidates(arch: &ArchProfile, p: &CrossEntropyProblem) -> Vec<CrossEntropyConfig> {
         let mut configs = Vec::new();
         if arch.cores().is_some() {
-            configs.extend(Self::simplest(arch, p));
+            configs.extend(Self::baseline(arch, p));
             return configs;
         }
         // Eight vectors a unit, or the maximum units of a cube.
@@ -275,7 +275,7 @@ impl Kernel for CrossEntropy {
         Cost { flops: 8 * read + 4 * written, bytes: (read + written) * size + rows * row }
     }
 
-    fn simplest(
+    fn baseline(
         arch: &ArchProfile,
         p: &CrossEntropyProblem,
     ) -> Result<CrossEntropyConfig, Infeasible> {
@@ -406,8 +406,8 @@ mod tests {
                     let p = CrossEntropyProblem::new(7, vocab, dtype).expect("valid");
                     let all = CrossEntropy::candidates(&arch, &p);
                     assert!(!all.is_empty(), "{name} {p:?}");
-                    let simplest = CrossEntropy::simplest(&arch, &p).expect("there is one");
-                    for config in all.into_iter().chain([simplest]) {
+                    let baseline = CrossEntropy::baseline(&arch, &p).expect("there is one");
+                    for config in all.into_iter().chain([baseline]) {
                         CrossEntropy::check(&arch, &p, &config).expect("it is feasible");
                     }
                 }

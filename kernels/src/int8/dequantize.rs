@@ -1,4 +1,4 @@
-//! Dequantises int8: out = round(code · scb / 127). Launches [`coded::dequantize`](crate::coded::dequantize)
+//! Dequantises int8: out = round(code · scb / 127). Launches [`dequant::dequantize`](crate::dequant::dequantize)
 //! with an 8-bit weight.
 
 use arch::{ArchProfile, DType};
@@ -8,9 +8,9 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::{Codes, CodesLaunch, Weight, WeightBuffers};
-use crate::coded::DequantizeConfig;
-use crate::coded::dequantize::{DequantizePlan, decode, widths};
+use super::{QuantizedValues, QuantizedValuesLaunch, Weight, WeightBuffers};
+use crate::dequant::DequantizeConfig;
+use crate::dequant::dequantize::{DequantizePlan, decode, widths};
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
 
@@ -67,8 +67,8 @@ impl Kernel for Int8Dequantize {
         Cost { flops: 2 * p.weight.len(), bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let config = DequantizeConfig::simplest(arch);
+    fn baseline(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+        let config = DequantizeConfig::baseline(arch);
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -115,7 +115,7 @@ pub(super) fn launch(
             address(p),
             words,
             width,
-            CodesLaunch::of(&p.weight, weight, words),
+            QuantizedValuesLaunch::of(&p.weight, weight, words),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             c.plan(queue.profile(), p.out),
@@ -135,13 +135,13 @@ fn address(p: &DequantizeProblem) -> AddressType {
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
     #[define(E)] _dtype: ElemType,
 ) {
-    decode::<Codes<NW>, E, NW, NO>(weight, out, k, plan);
+    decode::<QuantizedValues<NW>, E, NW, NO>(weight, out, k, plan);
 }
 
 #[cfg(test)]
@@ -156,8 +156,8 @@ mod tests {
             for out in [DType::F32, DType::F16, DType::Bf16] {
                 let p = DequantizeProblem { weight, out };
                 assert!(!Int8Dequantize::candidates(&arch, &p).is_empty(), "{name} {out}");
-                let simplest = Int8Dequantize::simplest(&arch, &p).expect("there is one");
-                Int8Dequantize::check(&arch, &p, &simplest).expect("it is feasible");
+                let baseline = Int8Dequantize::baseline(&arch, &p).expect("there is one");
+                Int8Dequantize::check(&arch, &p, &baseline).expect("it is feasible");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Launches [`coded::gemv`](crate::coded::gemv) with an 8-bit weight.
+//! Launches [`dequant::gemv`](crate::dequant::gemv) with an 8-bit weight.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -6,9 +6,9 @@ use cubecl::server::Handle;
 use tune::Queue;
 
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use super::{Codes, CodesLaunch, Weight};
-use crate::coded::GemvConfig;
-use crate::coded::gemv::{Dims, DimsLaunch, multiply};
+use super::{QuantizedValues, QuantizedValuesLaunch, Weight};
+use crate::dequant::GemvConfig;
+use crate::dequant::gemv::{Dims, DimsLaunch, multiply};
 use crate::elem::elem;
 use crate::launch::launch;
 use crate::matmul::{Finish, FinishLaunch};
@@ -34,7 +34,7 @@ pub(super) fn launch(
             words,
             1,
             BufferArg::from_raw_parts(x, x_len / width),
-            CodesLaunch::of(&p.weight, &operands.weight, words),
+            QuantizedValuesLaunch::of(&p.weight, &operands.weight, words),
             BufferArg::from_raw_parts(operands.out.clone(), out_len),
             FinishLaunch::of(p.epilogue, &operands.epilogue, n as usize, out_len),
             DimsLaunch::new(p.m, n, k),
@@ -47,12 +47,12 @@ pub(super) fn launch(
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     finish: Finish<F, F, NO>,
     dims: &Dims,
     #[comptime] config: GemvConfig,
     #[define(F)] _dtype: ElemType,
 ) {
-    multiply::<Codes<NW>, F, NX, NW, NO>(x, weight, out, &finish, dims, config);
+    multiply::<QuantizedValues<NW>, F, NX, NW, NO>(x, weight, out, &finish, dims, config);
 }

@@ -44,7 +44,7 @@ use crate::tile::{CopyPlan, TileShape};
 
 /// Form in which codes reach the instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Codes {
+pub(super) enum OperandForm {
     /// Codes of the right operand become halves, in bf16 or f16.
     Halves { bf16: bool },
     /// Both operands are bytes. Outlier columns may be excluded from them.
@@ -59,7 +59,7 @@ pub(crate) struct Int8Operand<F: Float> {
     /// Present if A was rounded.
     rounded: ComptimeOption<Rounded<F>>,
     #[cube(comptime)]
-    codes: Codes,
+    form: OperandForm,
 }
 
 /// A left operand that was rounded to i8.
@@ -187,7 +187,7 @@ pub(super) fn check_bytes(
             "expected rows of quantised values in multiples of 16 bytes",
         ));
     }
-    if p.weight.k > MOST_DEPTH {
+    if p.weight.k > MAX_K {
         return Err(shape(
             "k",
             p.weight.k,
@@ -200,14 +200,14 @@ pub(super) fn check_bytes(
 /// Bytes of one asynchronous copy.
 const CHUNK: u32 = 16;
 /// Maximum k for which the sum of products of codes stays below 2^31.
-const MOST_DEPTH: u32 = (1 << 31) / (127 * 127);
+const MAX_K: u32 = (1 << 31) / (127 * 127);
 
 /// Returns the plan of a matmul in which the right operand, or both, count two bytes as an element.
-fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> MmaPlan {
+fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, form: OperandForm) -> MmaPlan {
     let plan = c.plan(arch, p);
     let [lhs, rhs] = tiles(c);
-    match codes {
-        Codes::Halves { .. } => MmaPlan {
+    match form {
+        OperandForm::Halves { .. } => MmaPlan {
             // Copies that check edges are faster, for an unknown reason. 8 rows of 14336 x 4096 take 21.0 us
             // on an H200 with checks, and 27.4 us without checks on the codes. 16 rows take 21.3 and 24.9 us.
             lhs: CopyPlan { shape: lhs, exact: false, ..plan.lhs },
@@ -215,7 +215,7 @@ fn plan(arch: &ArchProfile, p: &MatmulProblem, c: MmaConfig, codes: Codes) -> Mm
             packing: 2,
             ..plan
         },
-        Codes::Bytes { .. } => plan,
+        OperandForm::Bytes { .. } => plan,
     }
 }
 
@@ -223,11 +223,11 @@ pub(super) fn launch(
     queue: &Queue,
     p: &MatmulProblem,
     c: MmaConfig,
-    codes: Codes,
+    form: OperandForm,
     operands: &BytesOperands<'_>,
 ) {
     let arch = queue.profile();
-    let (plan, grid) = (plan(arch, p, c, codes), c.grid(arch, p));
+    let (plan, grid) = (plan(arch, p, c, form), c.grid(arch, p));
     let [lhs_len, _, out_len] = p.extents();
     let (m, n, row) = (p.m as usize, p.n as usize, p.rhs.stride as usize); // pairs of codes in a row
     let [width_lhs, width_rhs, width_out, width_partials] = grid.widths;
@@ -247,7 +247,8 @@ pub(super) fn launch(
     // that `plan.exact` does not rule out.
     unsafe {
         let rounded = operands.rounded.as_ref().map(|rounded| {
-            let outliers = if codes == (Codes::Bytes { outliers: true }) { 2 * row + 1 } else { 1 };
+            let outliers =
+                if form == (OperandForm::Bytes { outliers: true }) { 2 * row + 1 } else { 1 };
             RoundedLaunch::new(
                 BufferArg::from_raw_parts(rounded.scales.clone(), m),
                 BufferArg::from_raw_parts(rounded.outliers.clone(), outliers),
@@ -273,7 +274,7 @@ pub(super) fn launch(
             Int8OperandLaunch::new(
                 BufferArg::from_raw_parts(operands.scb.clone(), n),
                 ComptimeOptionArgs::from(rounded),
-                codes,
+                form,
             ),
             slice.dims(p, c.parts, grid.part_tiles, None),
             plan,
@@ -299,7 +300,7 @@ fn multiply_codes<F: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     #[define(F)] _dtype: ElemType,
 ) {
     let maps = ComptimeOption::<Maps>::new_None();
-    if comptime!(matches!(source.codes, Codes::Halves { .. })) {
+    if comptime!(matches!(source.form, OperandForm::Halves { .. })) {
         multiply::<F, F, F, F32Accumulators, Int8Operand<F>, CopyFeed, NL, NR, NO, NP>(
             lhs, rhs, out, partials, &maps, &finish, &source, dims, plan,
         );
@@ -325,7 +326,7 @@ impl<F: Float> RightOperand<F32Accumulators> for Int8Operand<F> {
         for j in 0..comptime!(2 * frags_n) {
             let pair = words.index(comptime!(set * frags_n + j / 2));
             let word = pair[comptime!(j % 2 * 2 + step % 2)];
-            decode(word, into, comptime!(2 * j), self.codes);
+            decode(word, into, comptime!(2 * j), self.form);
         }
     }
 
@@ -403,7 +404,7 @@ impl<F: Float> RightOperand<I32Accumulators> for Int8Operand<F> {
                         sums[at] = u32::reinterpret(sum * scales[i] * units[j]);
                     }
                 }
-                if comptime!(self.codes == Codes::Bytes { outliers: true }) {
+                if comptime!(self.form == OperandForm::Bytes { outliers: true }) {
                     add_outliers::<F>(
                         rounded, acc, &own_rows, &own_cols, &units, first, dims, rows, cols,
                     );
@@ -477,13 +478,13 @@ fn add_outliers<F: Float>(
 
 /// Decodes four codes into two words of halves, at `to` and `to + 1`.
 #[cube]
-fn decode(word: u32, into: &mut Array<u32>, #[comptime] to: usize, #[comptime] codes: Codes) {
+fn decode(word: u32, into: &mut Array<u32>, #[comptime] to: usize, #[comptime] form: OperandForm) {
     #[unroll]
     for half in 0..2usize {
         // Selects a code byte and then byte 4, the constant high byte, for each half.
         let bytes = comptime!(if half == 0 { "0x4140" } else { "0x4342" });
-        into[comptime!(to + half)] = match codes {
-            Codes::Halves { bf16: true } => bf16_of(word, bytes),
+        into[comptime!(to + half)] = match form {
+            OperandForm::Halves { bf16: true } => bf16_of(word, bytes),
             _ => f16_of(word ^ 0x8080_8080u32, bytes),
         };
     }

@@ -23,10 +23,10 @@ mod activations;
 mod dequantize;
 mod gemv;
 mod mma;
-mod plane;
 mod problem;
 mod product;
 mod quantize;
+mod subgroup;
 
 pub use activations::Activations;
 pub use dequantize::{DequantizeOperands, DequantizeProblem, Int8Dequantize};
@@ -40,9 +40,9 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::Queue;
 
-use crate::coded::{ByteCoded, Coded, code_of, lifted};
-pub use crate::coded::{DequantizeConfig, GemvConfig};
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
+use crate::dequant::{Dequantize, DequantizeBytes, code_of, lifted};
+pub use crate::dequant::{DequantizeConfig, GemvConfig};
 use crate::weight::InvalidWeight;
 
 /// An int8 weight `[n, k]`. Build it with [`Weight::new`], which checks it.
@@ -141,20 +141,20 @@ fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
 /// the other, as in bitsandbytes. XOR with the top bit of k, which is always 0, keeps the compiler from
 /// reordering them.
 #[cube]
-fn scaled(code: f32, scb: f32, k: u32) -> f32 {
+fn scale_by_row(code: f32, scb: f32, k: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(code * scb) ^ (k >> 31)) * comptime!(1.0f32 / 127.0)
 }
 
 /// Buffers of a weight as a kernel sees them.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<NW: Size> {
+pub(crate) struct QuantizedValues<NW: Size> {
     codes: Box<[Vector<u32, NW>]>,
     scb: Box<[f32]>,
 }
 
 #[cube]
-impl<NW: Size> Coded for Codes<NW> {
-    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
+impl<NW: Size> Dequantize for QuantizedValues<NW> {
+    fn fill(_this: &Self, _codebook: &mut [f32], _unit: u32) {}
 
     fn read(
         this: &Self,
@@ -173,17 +173,17 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         _shared: &Array<f32>,
-        _book: &[f32],
+        _codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     ) {
         #[unroll]
         for half in 0..2usize {
-            let mut word = Word::new(0u32);
+            let mut word = U32x4::new(0u32);
             #[unroll]
             for part in 0..4usize {
                 let four = words[comptime!(4 * i + 2 * half + part / 2)];
@@ -204,12 +204,12 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32 {
-        scaled(sum, this.scb[row as usize], k)
+        scale_by_row(sum, this.scb[row as usize], k)
     }
 }
 
 #[cube]
-impl<NW: Size> ByteCoded<NW> for Codes<NW> {
+impl<NW: Size> DequantizeBytes<NW> for QuantizedValues<NW> {
     fn vectors(this: &Self) -> u32 {
         this.codes.len() as u32
     }
@@ -226,16 +226,16 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
         this.scb[row]
     }
 
-    fn weigh(code: f32, _block: f32) -> f32 {
+    fn scale_by_block(code: f32, _block: f32) -> f32 {
         code
     }
 
-    fn scaled(sum: f32, row: f32, k: u32) -> f32 {
-        scaled(sum, row, k)
+    fn scale_by_row(sum: f32, row: f32, k: u32) -> f32 {
+        scale_by_row(sum, row, k)
     }
 }
 
-impl<N: Size> CodesLaunch<N> {
+impl<N: Size> QuantizedValuesLaunch<N> {
     fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scb } = buffers;
         // SAFETY: the lengths follow from the weight.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::activations::Activations;
 use super::dequantize::DequantizeProblem;
 use super::{Weight, WeightBuffers};
-use crate::coded::together;
+use crate::dequant::together;
 use crate::launch::index_width;
 use crate::matmul::{
     Epilogue, EpilogueBuffers, InvalidMatmul, Layout, MatmulProblem, Operand, Precision,
@@ -63,7 +63,7 @@ impl Int8MatmulProblem {
     }
 
     /// Returns the matmul whose weight counts two bytes as an element.
-    pub(super) fn coded(&self) -> MatmulProblem {
+    pub(super) fn paired_weight(&self) -> MatmulProblem {
         let dense = self.dense();
         let rhs = Operand { stride: u64::from(self.weight.k / 2), ..dense.rhs };
         MatmulProblem { rhs, ..dense }

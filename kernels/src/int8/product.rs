@@ -2,13 +2,13 @@
 //!
 //! Five paths, chosen by [`Int8MatmulConfig`]:
 //!
-//! | path    | decodes                           | multiplies with       | used for                       |
-//! |---------|-----------------------------------|-----------------------|--------------------------------|
-//! | `Gemv`  | in registers                      | multiply-add          | any device                     |
-//! | `Fused` | in registers, to halves           | `mma.sync`            | CUDA, x in halves              |
-//! | `Plane` | into shared memory                | plane-scope matrices  | Vulkan, up to 256 rows         |
-//! | `Dense` | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | many rows                     |
-//! | `Bytes` | no decoding                       | `mma.sync` of bytes   | CUDA, with x rounded to i8     |
+//! | path       | decodes                           | multiplies with       | used for                       |
+//! |------------|-----------------------------------|-----------------------|--------------------------------|
+//! | `Gemv`     | in registers                      | multiply-add          | any device                     |
+//! | `Fused`    | in registers, to halves           | `mma.sync`            | CUDA, x in halves              |
+//! | `Subgroup` | into shared memory                | plane-scope matrices  | Vulkan, up to 256 rows         |
+//! | `Dense`    | into memory, by [`Int8Dequantize`] | any path of [`Matmul`] | many rows                     |
+//! | `Bytes`    | no decoding                       | `mma.sync` of bytes   | CUDA, with x rounded to i8     |
 //!
 //! A matmul with [`Activations`] rounds x first. `Bytes` multiplies the codes, the other paths the
 //! dequantised values. The file of a path holds its config, limits and loop; `Fused` and `Bytes` are in
@@ -35,7 +35,7 @@
 //! `Fused` decodes a plane's codes once for all rows of the plane, and again in each row of planes. Decoding
 //! limits it at 64 rows (one warp a scheduler); at 512 rows it takes 230 us. For one row of the smaller 4096
 //! x 4096, `Gemv` takes 8.4 us and `Fused` 10.4 us, because it needs split-k to fill the card. Through Vulkan
-//! one row takes 20.4 us, and 16 rows take 46.5 us with `Plane`.
+//! one row takes 20.4 us, and 16 rows take 46.5 us with `Subgroup`.
 //!
 //! [`Int8Dequantize`]: super::Int8Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
@@ -48,10 +48,10 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 use super::activations::{Activations, Places, Rounding};
 use super::dequantize::{self, Int8Dequantize};
 use super::gemv;
-use super::mma::{self, BytesOperands, Codes, RoundedOperands};
-use super::plane;
+use super::mma::{self, BytesOperands, OperandForm, RoundedOperands};
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use crate::coded::{self, DequantizeConfig, GemvConfig, PlaneConfig};
+use super::subgroup;
+use crate::dequant::{self, DequantizeConfig, GemvConfig, SubgroupConfig};
 use crate::elem::rounding;
 use crate::fits::{shape, stores};
 use crate::matmul::{
@@ -69,7 +69,8 @@ pub enum Int8MatmulConfig {
     Gemv(GemvConfig),
     Dense(DenseConfig),
     Fused(MmaConfig),
-    Plane(PlaneConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
     /// Sizes along k count pairs of bytes.
     Bytes(MmaConfig),
 }
@@ -109,19 +110,19 @@ impl Int8MatmulProblem {
             Int8MatmulConfig::Gemv(_) => 0,
             Int8MatmulConfig::Fused(MmaConfig { parts, .. })
             | Int8MatmulConfig::Bytes(MmaConfig { parts, .. })
-            | Int8MatmulConfig::Plane(PlaneConfig { parts, .. }) => {
+            | Int8MatmulConfig::Subgroup(SubgroupConfig { parts, .. }) => {
                 split_k::scratch_bytes(&self.dense(), *parts)
             }
         }
     }
 
     /// Returns the form in which codes reach `mma.sync`, and the matmul that counts elements in this form.
-    fn codes(&self, config: &Int8MatmulConfig) -> (Codes, MatmulProblem) {
+    fn operand_form(&self, config: &Int8MatmulConfig) -> (OperandForm, MatmulProblem) {
         match (config, self.rounding(config)) {
             (Int8MatmulConfig::Bytes(_), Some((rounding, _))) => {
-                (Codes::Bytes { outliers: rounding.outliers() }, self.pairs())
+                (OperandForm::Bytes { outliers: rounding.outliers() }, self.pairs())
             }
-            _ => (Codes::Halves { bf16: self.dtype == DType::Bf16 }, self.coded()),
+            _ => (OperandForm::Halves { bf16: self.dtype == DType::Bf16 }, self.paired_weight()),
         }
     }
 }
@@ -149,9 +150,10 @@ impl Kernel for Int8Matmul {
         let dense = denses(arch, p).into_iter().map(Int8MatmulConfig::Dense);
         let fused = mma::candidates_of_halves(arch, p).into_iter().map(Int8MatmulConfig::Fused);
         let bytes = mma::candidates_of_bytes(arch, p).into_iter().map(Int8MatmulConfig::Bytes);
-        let planes = coded::candidates(arch, &plane::coded(p));
-        let planes = planes.into_iter().map(Int8MatmulConfig::Plane);
-        let on_tensor_cores: Vec<_> = bytes.chain(fused).chain(planes).filter(feasible).collect();
+        let subgroups = dequant::candidates(arch, &subgroup::subgroup_problem(p));
+        let subgroups = subgroups.into_iter().map(Int8MatmulConfig::Subgroup);
+        let on_tensor_cores: Vec<_> =
+            bytes.chain(fused).chain(subgroups).filter(feasible).collect();
         // With few rows a dense weight does not pay off; with many rows codes are read repeatedly.
         let all: Vec<_> = match p.m {
             0..=2 => gemv.chain(on_tensor_cores).collect(),
@@ -173,7 +175,9 @@ impl Kernel for Int8Matmul {
             Int8MatmulConfig::Gemv(c) => c.check(arch, p.weight.n),
             Int8MatmulConfig::Fused(c) => mma::check_halves(arch, p, c),
             Int8MatmulConfig::Bytes(c) => mma::check_bytes(arch, p, c),
-            Int8MatmulConfig::Plane(c) => coded::check(arch, &plane::coded(p), c),
+            Int8MatmulConfig::Subgroup(c) => {
+                dequant::check(arch, &subgroup::subgroup_problem(p), c)
+            }
             Int8MatmulConfig::Dense(c) => {
                 Int8Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.splits() > 1 {
@@ -191,8 +195,8 @@ impl Kernel for Int8Matmul {
         Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
-    fn simplest(arch: &ArchProfile, p: &Int8MatmulProblem) -> Result<Int8MatmulConfig, Infeasible> {
-        let config = Int8MatmulConfig::Gemv(GemvConfig::simplest(arch));
+    fn baseline(arch: &ArchProfile, p: &Int8MatmulProblem) -> Result<Int8MatmulConfig, Infeasible> {
+        let config = Int8MatmulConfig::Gemv(GemvConfig::baseline(arch));
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -253,10 +257,10 @@ impl Kernel for Int8Matmul {
                 };
                 Matmul::launch(queue, &p.dense(), &c.matmul, &operands, None);
             }
-            Int8MatmulConfig::Plane(c) => plane::launch(queue, p, c, x, operands, scratch),
+            Int8MatmulConfig::Subgroup(c) => subgroup::launch(queue, p, c, x, operands, scratch),
             Int8MatmulConfig::Fused(c) | Int8MatmulConfig::Bytes(c) => {
-                let (codes, matmul) = p.codes(config);
-                let bytes = matches!(codes, Codes::Bytes { .. });
+                let (form, matmul) = p.operand_form(config);
+                let bytes = matches!(form, OperandForm::Bytes { .. });
                 let rounded = rounded.filter(|_| bytes).map(|(_, places)| {
                     let scratch = scratch.expect("a rounded x has its scratch");
                     RoundedOperands {
@@ -274,7 +278,7 @@ impl Kernel for Int8Matmul {
                     epilogue: &operands.epilogue,
                     partials: scratch,
                 };
-                mma::launch(queue, &matmul, *c, codes, &operands);
+                mma::launch(queue, &matmul, *c, form, &operands);
             }
         }
     }
@@ -314,7 +318,7 @@ mod tests {
                         for c in found {
                             Int8Matmul::check(&arch, &p, &c).expect("candidates are checked");
                         }
-                        Int8Matmul::simplest(&arch, &p).expect("there is one");
+                        Int8Matmul::baseline(&arch, &p).expect("there is one");
                     }
                 }
             }

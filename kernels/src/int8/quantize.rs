@@ -68,7 +68,7 @@ impl Kernel for Int8Quantize {
 
     fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
         if arch.cores().is_some() {
-            return Self::simplest(arch, p).into_iter().collect();
+            return Self::baseline(arch, p).into_iter().collect();
         }
         let all = [[256, 256], [128, 128], [256, 64], [256, 32], [512, 512]];
         let configs = all.into_iter().map(|[units, lanes]| QuantizeConfig { units, lanes });
@@ -96,7 +96,7 @@ impl Kernel for Int8Quantize {
         Cost { flops: len, bytes: p.weight.bytes() + len * size }
     }
 
-    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
         let config = match arch.cores() {
             Some(units) => QuantizeConfig { units, lanes: 1 },
             None => QuantizeConfig { units: 64, lanes: 8 },
@@ -189,7 +189,7 @@ pub fn quantize(
     let arch = device.profile();
     let config = match Int8Quantize::candidates(arch, &problem).first() {
         Some(config) => *config,
-        None => Int8Quantize::simplest(arch, &problem)?,
+        None => Int8Quantize::baseline(arch, &problem)?,
     };
     let client = device.client();
     let buffers = WeightBuffers {
@@ -235,7 +235,7 @@ fn scales_of_rows<F: Float, NI: Size>(
     let mut first = CUBE_POS_X * per_cube;
     while first < n {
         let row = first + group;
-        let mut most = 0.0f32.runtime();
+        let mut absmax = 0.0f32.runtime();
         if row < n {
             let mut at = u32::cast_from(lane);
             while at < vectors {
@@ -243,7 +243,7 @@ fn scales_of_rows<F: Float, NI: Size>(
                 #[unroll]
                 for e in 0..width {
                     let size = magnitude(f32::cast_from(vector.extract(e)));
-                    most = select(size > most, size, most);
+                    absmax = select(size > absmax, size, absmax);
                     // The comparison fails for infinity and NaN.
                     let finite = size <= f32::MAX;
                     if !finite {
@@ -254,7 +254,7 @@ fn scales_of_rows<F: Float, NI: Size>(
             }
         }
         if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
+            shared[UNIT_POS as usize] = absmax;
             #[unroll]
             for level in 0..comptime!(lanes.ilog2()) {
                 sync_cube();
@@ -270,7 +270,7 @@ fn scales_of_rows<F: Float, NI: Size>(
             }
             sync_cube();
         } else if row < n {
-            scb[row as usize] = most;
+            scb[row as usize] = absmax;
         }
         first += CUBE_COUNT_X * per_cube;
     }
@@ -346,8 +346,8 @@ mod tests {
             for dtype in [DType::F32, DType::F16, DType::Bf16] {
                 let p = QuantizeProblem { weight, dtype };
                 assert!(!Int8Quantize::candidates(&arch, &p).is_empty(), "{name} {dtype}");
-                let simplest = Int8Quantize::simplest(&arch, &p).expect("there is one");
-                Int8Quantize::check(&arch, &p, &simplest).expect("it is feasible");
+                let baseline = Int8Quantize::baseline(&arch, &p).expect("there is one");
+                Int8Quantize::check(&arch, &p, &baseline).expect("it is feasible");
             }
         }
     }

@@ -6,7 +6,7 @@ use tune::Infeasible;
 
 use super::cpu_gemv::CpuGemvConfig;
 use super::fma::FmaConfig;
-use super::gemv::{GemvConfig, MOST_NORMED_ROWS};
+use super::gemv::{GemvConfig, MAX_NORMED_ROWS};
 use super::kernel::Loop;
 use super::mma::MmaConfig;
 use super::packed::PackedConfig;
@@ -161,11 +161,11 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 
 
 /// Returns true if a path normalises the rows that it multiplies and the saved launch pays for it.
 pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
-    let few = problem.norm.is_some() && problem.m <= MOST_NORMED_ROWS;
+    let few = problem.norm.is_some() && problem.m <= MAX_NORMED_ROWS;
     few && of(arch, problem, MatmulConfig::Gemv).any(|c| check(arch, problem, &c).is_ok())
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &MatmulProblem,
 ) -> Result<MatmulConfig, Infeasible> {
@@ -181,7 +181,7 @@ pub(super) fn simplest(
             .ok_or_else(|| lacks("a norm fused into this matmul"))?,
         _ => of(arch, problem, MatmulConfig::Packed)
             .last()
-            .unwrap_or(MatmulConfig::Fma(FmaConfig::SIMPLEST)),
+            .unwrap_or(MatmulConfig::Fma(FmaConfig::BASELINE)),
     };
     check(arch, problem, &config).map(|()| config)
 }
@@ -239,7 +239,7 @@ mod tests {
             let found = candidates(arch, &p);
             assert_eq!(takes_norm(arch, &p), !found.is_empty());
             assert!(found.iter().all(|c| matches!(c, MatmulConfig::Gemv(_))), "{found:?}");
-            assert_eq!(simplest(arch, &p).is_ok(), !found.is_empty());
+            assert_eq!(baseline(arch, &p).is_ok(), !found.is_empty());
             !found.is_empty()
         };
         let cuda = arch("rtx4090");
@@ -333,16 +333,16 @@ mod tests {
     fn a_product_that_the_device_would_not_end_is_refused() {
         let arch = ArchProfile {
             backend: Backend::WebGpu,
-            max_loop_turns: Some(65_535),
+            max_loop_iterations: Some(65_535),
             mma: BTreeSet::new(),
             async_copy: false,
             ..recorded("rtx4090")
         };
         let of = |k, layouts| problem([2, 3, k], layouts, Precision::F32);
         let across = [Layout::Col, Layout::Row];
-        let config = simplest(&arch, &of(50_000, across)).expect("few turns");
+        let config = baseline(&arch, &of(50_000, across)).expect("few turns");
         check(&arch, &of(50_000, across), &config).expect("few turns");
-        let refused = Err(Infeasible::Turns { need: 65_536 / 16 * 18 + 1, have: 65_535 });
+        let refused = Err(Infeasible::Iterations { need: 65_536 / 16 * 18 + 1, have: 65_535 });
         assert_eq!(check(&arch, &of(65_536, across), &config), refused);
         assert!(candidates(&arch, &of(65_536, across)).is_empty());
         // Units that share k need fewer iterations.
@@ -350,7 +350,7 @@ mod tests {
         let shared = candidates(&arch, &of(65_536, along));
         assert!(!shared.is_empty());
         assert!(shared.iter().all(|c| matches!(c, MatmulConfig::Gemv(_))), "{shared:?}");
-        let endless = ArchProfile { max_loop_turns: None, ..arch };
+        let endless = ArchProfile { max_loop_iterations: None, ..arch };
         check(&endless, &of(65_536, across), &config).expect("no limit");
     }
 
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn bulk_copies_are_for_one_product_along_k() {
+    fn tma_copies_are_for_one_product_along_k() {
         let (with, without) = (recorded("h200"), recorded("rtx4090"));
         let p = problem([4096; 3], [Layout::Row, Layout::Col], Precision::Bf16);
         let of = |arch: &ArchProfile, p: &MatmulProblem| -> Vec<_> {

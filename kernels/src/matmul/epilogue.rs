@@ -275,7 +275,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         #[comptime]
         match &self.gate {
             ComptimeOption::Some(gate) => {
-                let words = turned::<E, N>(gate, at, inside, lane);
+                let words = load_transposed::<E, N>(gate, at, inside, lane);
                 #[unroll]
                 for j in 0..4usize {
                     values[j] *= pair::<E, W>(&words, j);
@@ -286,7 +286,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         #[comptime]
         match &self.residual {
             ComptimeOption::Some(residual) => {
-                let words = turned::<E, N>(residual, at, inside, lane);
+                let words = load_transposed::<E, N>(residual, at, inside, lane);
                 #[unroll]
                 for j in 0..4usize {
                     values[j] += pair::<E, W>(&words, j);
@@ -304,7 +304,7 @@ fn pair<E: Float, W: Size>(words: &Array<u32>, #[comptime] j: usize) -> Vector<f
 
 /// Loads vector `at` of `matrix` and exchanges its words between the units of a quad.
 #[cube]
-fn turned<E: Float, N: Size>(
+fn load_transposed<E: Float, N: Size>(
     matrix: &[Vector<E, N>],
     at: usize,
     inside: bool,

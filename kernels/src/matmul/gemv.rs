@@ -77,12 +77,12 @@ const NARROW: [[u32; 3]; 6] =
 
 /// Maximum rows of A; with more, tiles of tensor cores and of shared memory are no longer mostly
 /// empty.
-const MOST_ROWS: u32 = 8;
+const MAX_ROWS: u32 = 8;
 /// Maximum rows of A on devices with `mma.sync`; 8 x 14336 x 4096 takes the tensor cores 33.7 us.
-const MOST_ROWS_BESIDE_MMA: u32 = 2;
+const MAX_ROWS_WITH_MMA: u32 = 2;
 /// Maximum rows of A for a fused norm. More rows wait for the multiply-adds, and whether the saved
 /// launch pays for them is not measured.
-pub(crate) const MOST_NORMED_ROWS: u32 = 2;
+pub(crate) const MAX_NORMED_ROWS: u32 = 2;
 
 /// Vector width of the loads in elements.
 fn width(arch: &ArchProfile, problem: &MatmulProblem) -> u32 {
@@ -93,8 +93,8 @@ impl Path for GemvConfig {
     /// Returns configs with the problem's rows, whose accumulators fit in registers.
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
         let has_mma = mma_inst(arch, problem.precision).is_some();
-        let most = if has_mma { MOST_ROWS_BESIDE_MMA } else { MOST_ROWS };
-        if arch.cores().is_some() || problem.m > most {
+        let max = if has_mma { MAX_ROWS_WITH_MMA } else { MAX_ROWS };
+        if arch.cores().is_some() || problem.m > max {
             return Vec::new();
         }
         let rows = problem.m.next_power_of_two();

@@ -78,7 +78,7 @@ pub use workgroup::WorkgroupConfig;
 pub(crate) use config::spread;
 pub(crate) use dims::{Dims, block_of};
 pub(crate) use epilogue::{Columns, Finish, FinishLaunch};
-pub(crate) use gemv::MOST_NORMED_ROWS;
+pub(crate) use gemv::MAX_NORMED_ROWS;
 pub(crate) use norm_weight::{NormWeight, NormWeightLaunch, weight_pair};
 pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
 
@@ -140,8 +140,8 @@ impl Kernel for Matmul {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &MatmulProblem) -> Result<MatmulConfig, Infeasible> {
-        config::simplest(arch, problem)
+    fn baseline(arch: &ArchProfile, problem: &MatmulProblem) -> Result<MatmulConfig, Infeasible> {
+        config::baseline(arch, problem)
     }
 
     fn operands(queue: &Queue, problem: &MatmulProblem, seed: u64) -> MatmulOperands {

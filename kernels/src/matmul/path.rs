@@ -152,9 +152,9 @@ impl Grid {
                 CubeCount::Static(items.min(u64::from(streams)) as u32, 1, 1)
             }
             None => {
-                let [most, _] = arch.max_cubes();
+                let [max, _] = arch.max_cubes();
                 let cubes = tiles.div_ceil(self.per_cube);
-                let lines = cubes.div_ceil(most);
+                let lines = cubes.div_ceil(max);
                 CubeCount::Static(cubes.div_ceil(lines), batch * splits, lines)
             }
         }

@@ -16,7 +16,7 @@ use super::epilogue::Finish;
 use super::path::{Grid, Path, plane_inst};
 use super::problem::{Layout, MatmulProblem};
 use super::subgroup::{SubgroupConfig, layout_of};
-use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
+use crate::cooperative::{self, Corner, Tile, U32x4, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 
 /// Tile sizes of the path; same fields as [`subgroup`](super::subgroup).
@@ -127,16 +127,16 @@ impl PipelinedPlan {
         ]
     }
 
-    /// Words of the lhs tile; afterwards it holds a 16 x 16 result of every plane.
-    const fn lhs_words(self) -> u32 {
+    /// Vectors of the lhs tile; afterwards it holds a 16 x 16 result of every plane.
+    const fn lhs_vectors(self) -> u32 {
         let [lhs, _] = self.tiles();
-        let (tile, results) = (lhs.words(), self.config.planes() * RESULT);
+        let (tile, results) = (lhs.vectors(), self.config.planes() * RESULT);
         if tile > results { tile } else { results }
     }
 
     const fn shared_bytes(self) -> u32 {
         let [_, rhs] = self.tiles();
-        16 * self.lhs_words() + rhs.bytes()
+        16 * self.lhs_vectors() + rhs.bytes()
     }
 }
 
@@ -158,9 +158,9 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (layout_lhs, layout_rhs) = comptime!((layout_of(plan.lhs_rows), layout_of(plan.rhs_rows)));
 
     let mut shared_lhs =
-        Shared::<[Word]>::new_aligned_slice(comptime!(plan.lhs_words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(plan.lhs_vectors() as usize), 128usize);
     let mut shared_rhs =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_rhs.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile_rhs.vectors() as usize), 128usize);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
@@ -186,8 +186,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         corner(lhs_start, dims.lhs_stride, row0, row_end, first, dims.k, plan.lhs_rows);
     let mut at_rhs =
         corner(rhs_start, dims.rhs_stride, col0, dims.n, first, dims.k, comptime!(!plan.rhs_rows));
-    let mut next_lhs = Array::<Word>::new(comptime!(tile_lhs.copies()));
-    let mut next_rhs = Array::<Word>::new(comptime!(tile_rhs.copies()));
+    let mut next_lhs = Array::<U32x4>::new(comptime!(tile_lhs.copies()));
+    let mut next_rhs = Array::<U32x4>::new(comptime!(tile_rhs.copies()));
     read::<F, NL>(lhs, &mut next_lhs, &at_lhs, unit, tile_lhs);
     read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
 
@@ -309,7 +309,7 @@ fn corner(
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "a place, and how the tile lies")]
 fn fragment<F: Float>(
-    tile: &[Word],
+    tile: &[U32x4],
     outer: u32,
     #[comptime] kk: u32,
     #[comptime] ident: MatrixIdent,

@@ -66,8 +66,8 @@ impl SubgroupConfig {
         }
         let inst = plane_inst(arch, precision)
             .ok_or_else(|| lacks(format!("16 x 16 subgroup {} matrices", precision.name())))?;
-        let (plane, most) = arch.plane_size;
-        if plane != most {
+        let (plane, max_plane) = arch.plane_size;
+        if plane != max_plane {
             return Err(lacks("a fixed plane size"));
         }
         if self.tile_m % (16 * self.planes_m) != 0 || self.tile_n % (16 * self.planes_n) != 0 {

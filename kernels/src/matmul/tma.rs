@@ -77,7 +77,7 @@ impl Path for TmaConfig {
         }
         let tiles = c.tiles(problem);
         c.check_tiles(arch, problem, tiles)?;
-        if tiles.iter().any(|tile| tile.bulk_swizzle().is_none()) {
+        if tiles.iter().any(|tile| tile.tma_swizzle().is_none()) {
             let why = "expected tile rows of 32, 64 or 128 bytes along k";
             return Err(shape("tile_k", c.tile_k, why));
         }
@@ -129,7 +129,7 @@ impl Path for TmaConfig {
 
 impl TileShape {
     /// Returns TMA's swizzle mode for lines of this length, if it has one.
-    const fn bulk_swizzle(self) -> Option<TensorMapSwizzle> {
+    const fn tma_swizzle(self) -> Option<TensorMapSwizzle> {
         match (self.row_bytes(), self.transposed) {
             (32, false) => Some(TensorMapSwizzle::B32),
             (64, false) => Some(TensorMapSwizzle::B64),
@@ -339,6 +339,6 @@ unsafe fn map(
     let tensor = unsafe { TensorArg::from_raw_parts(start, strides.into(), sizes.into()) };
     let tile_size = [shape.rows, words(shape.cols)].into();
     TensorMapArg::new(TiledArgs { tile_size }, tensor, ElemType::UInt(UIntKind::U32))
-        .with_swizzle(shape.bulk_swizzle().expect("checked with the config"))
+        .with_swizzle(shape.tma_swizzle().expect("checked with the config"))
         .with_prefetch(TensorMapPrefetch::B256)
 }

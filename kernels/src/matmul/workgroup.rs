@@ -67,7 +67,7 @@ const CONFIGS: [WorkgroupConfig; 14] = [
 ];
 
 /// Maximum rows for which a matmul with an epilogue uses two splits.
-const MOST_HALVED_ROWS: u32 = 2048;
+const MAX_HALVED_ROWS: u32 = 2048;
 
 impl WorkgroupConfig {
     /// k tiles per split, except the last.
@@ -94,7 +94,7 @@ impl WorkgroupConfig {
                 }
             }
             // For wide results the f32 partial sums would be larger than the operands.
-            0..=MOST_HALVED_ROWS if !is_plain(problem) && problem.n <= problem.k => parts.push(2),
+            0..=MAX_HALVED_ROWS if !is_plain(problem) && problem.n <= problem.k => parts.push(2),
             _ => {}
         }
         parts.sort_unstable();

@@ -17,7 +17,7 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::{Codes, CodesLaunch, Weight, WeightBuffers, code_shift};
+use super::{QuantizedValues, QuantizedValuesLaunch, Weight, WeightBuffers, code_shift};
 use crate::elem::elem;
 use crate::fits::{limits, shape, stores};
 use crate::launch::{index_width, launch};
@@ -90,7 +90,7 @@ impl Kernel for Nf4Dequantize {
         Cost { flops: p.weight.len(), bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
         let units = arch.cores().unwrap_or(64);
         let config = DequantizeConfig { units, words: 1 };
         Self::check(arch, p, &config).map(|()| config)
@@ -139,7 +139,7 @@ pub(super) fn launch(
             address(p),
             1,
             width,
-            CodesLaunch::of(&p.weight, weight, 1),
+            QuantizedValuesLaunch::of(&p.weight, weight, 1),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             plan(queue.profile(), p, c),
@@ -185,28 +185,28 @@ fn plan(arch: &ArchProfile, p: &DequantizeProblem, c: &DequantizeConfig) -> Dequ
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
     #[define(E)] _dtype: ElemType,
 ) {
     if comptime!(plan.shared) {
-        let mut book = Shared::<[f32]>::new_slice(16usize);
+        let mut codebook = Shared::<[f32]>::new_slice(16usize);
         if UNIT_POS < 16 {
-            book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
+            codebook[UNIT_POS as usize] = weight.codebook[UNIT_POS as usize];
         }
         sync_cube();
-        decode::<E, NW, NO>(weight, &book, out, k, plan);
+        decode::<E, NW, NO>(weight, &codebook, out, k, plan);
     } else {
-        decode::<E, NW, NO>(weight, &weight.book, out, k, plan);
+        decode::<E, NW, NO>(weight, &weight.codebook, out, k, plan);
     }
 }
 
 #[cube]
 fn decode<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
-    book: &[f32],
+    weight: &QuantizedValues<NW>,
+    codebook: &[f32],
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
@@ -235,7 +235,7 @@ fn decode<E: Float, NW: Size, NO: Size>(
                     #[unroll]
                     for e in 0..width {
                         let shift = comptime!(code_shift((v * width + e) as u32));
-                        let value = book[((codes >> shift) & 15) as usize] * absmax;
+                        let value = codebook[((codes >> shift) & 15) as usize] * absmax;
                         let value =
                             if comptime!(plan.rounds) { round_to_bf16(value) } else { value };
                         values.insert(e, E::cast_from(value));
@@ -263,8 +263,8 @@ mod tests {
             for out in [DType::F32, DType::F16, DType::Bf16] {
                 let p = DequantizeProblem { weight, out };
                 assert!(!Nf4Dequantize::candidates(&arch, &p).is_empty(), "{name} {out}");
-                let simplest = Nf4Dequantize::simplest(&arch, &p).expect("there is one");
-                Nf4Dequantize::check(&arch, &p, &simplest).expect("it is feasible");
+                let baseline = Nf4Dequantize::baseline(&arch, &p).expect("there is one");
+                Nf4Dequantize::check(&arch, &p, &baseline).expect("it is feasible");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! 4-bit weights: `w[n, k] = book[code] · absmax[block]`, with blocks of 32 to 4096 neighbours.
+//! 4-bit weights: `w[n, k] = codebook[code] · absmax[block]`, with blocks of 32 to 4096 neighbours.
 //!
 //! ```text
 //!   quantise      absmax = max |w| of the block;  code = nearest codebook entry to w / absmax
@@ -28,11 +28,11 @@ mod weight;
 
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
 pub use product::{
-    DenseConfig, FusedConfig, LanesConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
-    Nf4MatmulProblem, PlaneConfig, SharedConfig, StreamConfig,
+    DenseConfig, FusedConfig, GemvConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
+    Nf4MatmulProblem, SharedConfig, StreamConfig, SubgroupConfig,
 };
 pub use quantize::{
-    CodeBook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
+    Codebook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
     quantize,
 };
 pub use weight::{
@@ -50,43 +50,43 @@ pub(crate) fn noise(queue: &Queue, weight: Weight, seed: u64) -> WeightBuffers {
     let codes = crate::noise(queue, weight.words() as usize * 4, DType::U8, seed);
     let absmax_len = weight.absmax_bytes() as usize;
     let (absmax, nested) = if weight.nested {
-        let book: Vec<f32> = (0..256).map(|i| (i as f32 - 127.5) / 127.5).collect();
+        let codebook: Vec<f32> = (0..256).map(|i| (i as f32 - 127.5) / 127.5).collect();
         let scales = vec![[0.01f32, 0.04]; weight.groups() as usize].concat();
-        let nested = NestedBuffers { book: floats(&book), scales: floats(&scales) };
+        let nested = NestedBuffers { codebook: floats(&codebook), scales: floats(&scales) };
         (crate::noise(queue, absmax_len, DType::U8, seed + 1), Some(nested))
     } else {
         let value = |i: u64| 0.03 + 0.02 * ((i * 7 + seed) % 64) as f32 / 64.0;
         let bytes = (0..weight.absmax_len()).flat_map(|i| value(i).to_le_bytes());
         (queue.made(absmax_len, bytes), None)
     };
-    WeightBuffers { codes, absmax, book: floats(&CodeBook::Nf4.values()), nested }
+    WeightBuffers { codes, absmax, codebook: floats(&Codebook::Nf4.values()), nested }
 }
 
 /// Buffers of a weight as a kernel sees them, with codes in vectors of `N` words.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<N: Size> {
+pub(crate) struct QuantizedValues<N: Size> {
     /// Words of eight codes.
     pub(crate) codes: Box<[Vector<u32, N>]>,
     /// Words: one f32 each, or four bytes each if nested.
     pub(crate) absmax: Box<[u32]>,
-    pub(crate) book: Box<[f32]>,
-    /// Codebook of nested absmax; if not nested, bound to `book`.
-    pub(crate) nested_book: Box<[f32]>,
-    /// Scales of nested absmax; if not nested, bound to `book`.
+    pub(crate) codebook: Box<[f32]>,
+    /// Codebook of nested absmax; if not nested, bound to `codebook`.
+    pub(crate) nested_codebook: Box<[f32]>,
+    /// Scales of nested absmax; if not nested, bound to `codebook`.
     pub(crate) scales: Box<[f32]>,
     #[cube(comptime)]
-    pub(crate) plan: CodesPlan,
+    pub(crate) plan: QuantizedPlan,
 }
 
 /// Compile-time parameters of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct CodesPlan {
+pub(crate) struct QuantizedPlan {
     pub(crate) block_size: u32,
     pub(crate) nested: bool,
     pub(crate) tiles: bool,
 }
 
-impl CodesPlan {
+impl QuantizedPlan {
     const fn of(weight: &Weight) -> Self {
         Self {
             block_size: weight.block_size,
@@ -96,12 +96,14 @@ impl CodesPlan {
     }
 }
 
-impl<N: Size> CodesLaunch<N> {
+impl<N: Size> QuantizedValuesLaunch<N> {
     fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
-        let WeightBuffers { codes, absmax, book, nested } = buffers;
-        let (nested_book, scales) = match nested {
-            Some(nested) => ((&nested.book, 256), (&nested.scales, 2 * weight.groups() as usize)),
-            None => ((book, 16), (book, 16)),
+        let WeightBuffers { codes, absmax, codebook, nested } = buffers;
+        let (nested_codebook, scales) = match nested {
+            Some(nested) => {
+                ((&nested.codebook, 256), (&nested.scales, 2 * weight.groups() as usize))
+            }
+            None => ((codebook, 16), (codebook, 16)),
         };
         // SAFETY: the lengths follow from the weight.
         let buffer = |(handle, len): (&cubecl::server::Handle, usize)| unsafe {
@@ -110,16 +112,16 @@ impl<N: Size> CodesLaunch<N> {
         Self::new(
             buffer((codes, weight.words() as usize / width)),
             buffer((absmax, weight.absmax_bytes() as usize / 4)),
-            buffer((book, 16)),
-            buffer(nested_book),
+            buffer((codebook, 16)),
+            buffer(nested_codebook),
             buffer(scales),
-            CodesPlan::of(weight),
+            QuantizedPlan::of(weight),
         )
     }
 }
 
 #[cube]
-impl<N: Size> Codes<N> {
+impl<N: Size> QuantizedValues<N> {
     /// Returns eight codes from column `8·chunk` of a row on, in the order of [`Order::Rows`], where they
     /// form word `word`. Needs `N` = 1.
     pub(crate) fn word(&self, word: u32, row: u32, chunk: u32, k: u32) -> u32 {
@@ -156,7 +158,7 @@ impl<N: Size> Codes<N> {
             let byte = (word >> (at % 4 * 8)) & 255;
             let group = 2 * (block / comptime!(NESTED_BLOCK)) as usize;
             let (scale, offset) = (self.scales[group], self.scales[group + 1]);
-            let scaled = self.nested_book[byte as usize] * scale;
+            let scaled = self.nested_codebook[byte as usize] * scale;
             f32::reinterpret(u32::reinterpret(scaled) ^ (k >> 31)) + offset
         } else {
             f32::reinterpret(self.absmax[at as usize])

@@ -182,7 +182,7 @@ pub struct WeightBuffers {
     /// f32, or u8 if nested; padded to whole words.
     pub absmax: Handle,
     /// f32 `[16]`, the value of each code.
-    pub book: Handle,
+    pub codebook: Handle,
     /// Present if absmax is nested.
     pub nested: Option<NestedBuffers>,
 }
@@ -190,20 +190,22 @@ pub struct WeightBuffers {
 impl WeightBuffers {
     /// Takes buffers in the order of [`quantized`](crate::quantized).
     pub(crate) fn from_handles(handles: &[Handle]) -> Self {
-        let [codes, absmax, book, nested @ ..] = handles else {
+        let [codes, absmax, codebook, nested @ ..] = handles else {
             unreachable!("a 4-bit weight has codes, absmax and a codebook")
         };
         let nested = match nested {
-            [book, scales] => Some(NestedBuffers { book: book.clone(), scales: scales.clone() }),
+            [codebook, scales] => {
+                Some(NestedBuffers { codebook: codebook.clone(), scales: scales.clone() })
+            }
             _ => None,
         };
-        Self { codes: codes.clone(), absmax: absmax.clone(), book: book.clone(), nested }
+        Self { codes: codes.clone(), absmax: absmax.clone(), codebook: codebook.clone(), nested }
     }
 
     /// Returns the buffers in the order of [`WeightBuffers::from_handles`].
     pub(crate) fn into_handles(self) -> Vec<Handle> {
-        let nested = self.nested.into_iter().flat_map(|nested| [nested.book, nested.scales]);
-        [self.codes, self.absmax, self.book].into_iter().chain(nested).collect()
+        let nested = self.nested.into_iter().flat_map(|nested| [nested.codebook, nested.scales]);
+        [self.codes, self.absmax, self.codebook].into_iter().chain(nested).collect()
     }
 
     /// Allocates buffers for another weight with the same codebooks, without filling them.
@@ -212,9 +214,9 @@ impl WeightBuffers {
         Self {
             codes: client.empty(weight.words() as usize * 4),
             absmax: client.empty(weight.absmax_bytes() as usize),
-            book: self.book.clone(),
+            codebook: self.codebook.clone(),
             nested: self.nested.as_ref().map(|nested| NestedBuffers {
-                book: nested.book.clone(),
+                codebook: nested.codebook.clone(),
                 scales: client.empty(weight.groups() as usize * 8),
             }),
         }
@@ -232,7 +234,7 @@ impl WeightBuffers {
 #[derive(Debug, Clone)]
 pub struct NestedBuffers {
     /// f32 `[256]`, the value of each byte.
-    pub book: Handle,
+    pub codebook: Handle,
     /// f32 `[groups, 2]`: scale and offset of each 256 neighbouring blocks.
     pub scales: Handle,
 }
@@ -258,7 +260,7 @@ pub fn reorder_codes(device: &Device, weight: Weight, from: &Handle, to: Order) 
     let (cubes, dim) = spread(device, words);
     // SAFETY: both buffers have the words of the weight, and the kernel checks its index.
     unsafe {
-        turn_codes::launch_unchecked(
+        reorder_codes_kernel::launch_unchecked(
             device.client(),
             cubes,
             dim,
@@ -282,7 +284,7 @@ pub fn reorder_absmax(device: &Device, weight: Weight, from: &Handle, to: Order)
     let (cubes, dim) = spread(device, words);
     // SAFETY: the buffers have the lengths of the weight in its two orders, and the kernel checks its index.
     unsafe {
-        turn_absmax::launch_unchecked(
+        reorder_absmax_kernel::launch_unchecked(
             device.client(),
             cubes,
             dim,
@@ -313,14 +315,14 @@ pub fn join(
     let weights: Vec<Weight> = parts.iter().map(|(weight, _)| *weight).collect();
     let joined = Weight::joined(&weights)?;
     let (_, buffers) = parts[0];
-    let books = |b: &WeightBuffers| {
-        let nested = b.nested.as_ref().map(|nested| nested.book.clone());
-        let handles = [b.book.clone()].into_iter().chain(nested).collect();
+    let codebooks = |b: &WeightBuffers| {
+        let nested = b.nested.as_ref().map(|nested| nested.codebook.clone());
+        let handles = [b.codebook.clone()].into_iter().chain(nested).collect();
         device.client().read(handles).map_err(|e| InvalidWeight::Device(format!("{e:?}")))
     };
-    let wanted = books(buffers)?;
+    let wanted = codebooks(buffers)?;
     for (_, other) in &parts[1..] {
-        if books(other)? != wanted {
+        if codebooks(other)? != wanted {
             return Err(InvalidWeight::Join { why: "their codebooks differ" });
         }
     }
@@ -391,7 +393,7 @@ pub(crate) fn absmax_in_tiles(row: u32, span: u32, k: u32) -> u32 {
 }
 
 #[cube(launch_unchecked)]
-fn turn_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
+fn reorder_codes_kernel(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) {
     let mut at = ABSOLUTE_POS;
     let stride = CUBE_COUNT * CUBE_DIM as usize;
     while at < to.len() {
@@ -417,7 +419,7 @@ fn turn_codes(from: &[u32], to: &mut [u32], k: u32, #[comptime] to_tiles: bool) 
 
 /// Reorders absmax word by word: one f32, or four bytes.
 #[cube(launch_unchecked)]
-fn turn_absmax(
+fn reorder_absmax_kernel(
     from: &[u32],
     to: &mut [u32],
     k: u32,

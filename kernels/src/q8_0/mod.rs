@@ -34,15 +34,15 @@ use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-pub(crate) use product::CODED_ROWS;
+pub(crate) use product::MAX_FUSED_ROWS;
 pub use product::{
     DenseConfig, Q8_0Matmul, Q8_0MatmulConfig, Q8_0MatmulOperands, Q8_0MatmulProblem,
 };
 
-pub use crate::coded::DequantizeConfig;
-use crate::coded::dequantize::{DequantizePlan, decode, widths};
-use crate::coded::{ByteCoded, Coded, code_of, lifted};
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
+pub use crate::dequant::DequantizeConfig;
+use crate::dequant::dequantize::{DequantizePlan, decode, widths};
+use crate::dequant::{Dequantize, DequantizeBytes, code_of, lifted};
 use crate::elem::elem;
 use crate::fits::{limits, stores};
 use crate::launch::{index_width, launch};
@@ -169,13 +169,13 @@ impl WeightBuffers {
 
 /// Buffers of a weight as a kernel sees them, with codes in vectors of `NW` words.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Codes<NW: Size> {
+pub(crate) struct QuantizedValues<NW: Size> {
     codes: Box<[Vector<u32, NW>]>,
     /// Words of two scales each.
     scales: Box<[u32]>,
 }
 
-impl<NW: Size> CodesLaunch<NW> {
+impl<NW: Size> QuantizedValuesLaunch<NW> {
     fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scales } = buffers;
         // SAFETY: the lengths follow from the weight.
@@ -189,7 +189,7 @@ impl<NW: Size> CodesLaunch<NW> {
 }
 
 #[cube]
-impl<NW: Size> Codes<NW> {
+impl<NW: Size> QuantizedValues<NW> {
     /// Returns the scale of a block.
     fn scale(&self, block: usize) -> f32 {
         let word = self.scales[block / 2];
@@ -198,7 +198,7 @@ impl<NW: Size> Codes<NW> {
 }
 
 #[cube]
-impl<NW: Size> ByteCoded<NW> for Codes<NW> {
+impl<NW: Size> DequantizeBytes<NW> for QuantizedValues<NW> {
     fn vectors(this: &Self) -> u32 {
         this.codes.len() as u32
     }
@@ -216,18 +216,18 @@ impl<NW: Size> ByteCoded<NW> for Codes<NW> {
         1.0f32
     }
 
-    fn weigh(code: f32, block: f32) -> f32 {
+    fn scale_by_block(code: f32, block: f32) -> f32 {
         code * block
     }
 
-    fn scaled(sum: f32, _row: f32, _k: u32) -> f32 {
+    fn scale_by_row(sum: f32, _row: f32, _k: u32) -> f32 {
         sum
     }
 }
 
 #[cube]
-impl<NW: Size> Coded for Codes<NW> {
-    fn fill(_this: &Self, _book: &mut [f32], _unit: u32) {}
+impl<NW: Size> Dequantize for QuantizedValues<NW> {
+    fn fill(_this: &Self, _codebook: &mut [f32], _unit: u32) {}
 
     fn read(
         this: &Self,
@@ -248,17 +248,17 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
-        _book: &[f32],
+        _codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     ) {
         #[unroll]
         for half in 0..2usize {
-            let mut word = Word::new(0u32);
+            let mut word = U32x4::new(0u32);
             #[unroll]
             for part in 0..4usize {
                 let four = words[comptime!(4 * i + 2 * half + part / 2)];
@@ -361,7 +361,7 @@ impl Kernel for Q8_0Quantize {
         Cost { flops: len, bytes: p.weight.bytes() + len * p.dtype.size() as u64 }
     }
 
-    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
         let config = QuantizeConfig { units: arch.cores().unwrap_or(64) };
         Self::check(arch, p, &config).map(|()| config)
     }
@@ -428,7 +428,7 @@ pub fn quantize(
     dtype: DType,
 ) -> Result<WeightBuffers, QuantizeError> {
     let problem = QuantizeProblem { weight, dtype };
-    let config = Q8_0Quantize::simplest(device.profile(), &problem)?;
+    let config = Q8_0Quantize::baseline(device.profile(), &problem)?;
     let queue = &Queue::Device(device);
     let flag = queue.upload(&[0; 4]);
     let weight = WeightBuffers::empty(queue, &weight);
@@ -460,13 +460,13 @@ fn quantize_blocks<F: Float, NI: Size>(
         for side in 0..2usize {
             let block = 2 * pair + side;
             if block < blocks {
-                let mut most = 0.0f32.runtime();
+                let mut absmax = 0.0f32.runtime();
                 for w in 0..words {
                     let vector = values[block * words + w];
                     #[unroll]
                     for e in 0..4usize {
                         let size = f32::abs(f32::cast_from(vector.extract(e)));
-                        most = select(size > most, size, most);
+                        absmax = select(size > absmax, size, absmax);
                         // The comparison fails for infinity and NaN.
                         let finite = size <= f32::MAX;
                         if !finite {
@@ -474,7 +474,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                         }
                     }
                 }
-                let d = most / 127.0f32;
+                let d = absmax / 127.0f32;
                 // A smaller scale would have an infinite inverse.
                 let inverse = select(d >= f32::MIN_POSITIVE, 1.0f32 / d, 0.0f32.runtime());
                 for w in 0..words {
@@ -558,8 +558,8 @@ impl Kernel for Q8_0Dequantize {
         Cost { flops: p.weight.len(), bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
-        let config = DequantizeConfig::simplest(arch);
+    fn baseline(arch: &ArchProfile, p: &DequantizeProblem) -> Result<DequantizeConfig, Infeasible> {
+        let config = DequantizeConfig::baseline(arch);
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -593,7 +593,7 @@ impl Kernel for Q8_0Dequantize {
                 p.weight.address(),
                 words,
                 width,
-                CodesLaunch::of(&p.weight, &operands.weight, words),
+                QuantizedValuesLaunch::of(&p.weight, &operands.weight, words),
                 BufferArg::from_raw_parts(operands.out.clone(), len / width),
                 p.weight.k,
                 c.plan(queue.profile(), p.out),
@@ -610,11 +610,11 @@ fn out_bytes(p: &DequantizeProblem) -> usize {
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn dequantize<E: Float, NW: Size, NO: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<E, NO>],
     k: u32,
     #[comptime] plan: DequantizePlan,
     #[define(E)] _dtype: ElemType,
 ) {
-    decode::<Codes<NW>, E, NW, NO>(weight, out, k, plan);
+    decode::<QuantizedValues<NW>, E, NW, NO>(weight, out, k, plan);
 }

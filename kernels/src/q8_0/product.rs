@@ -1,10 +1,10 @@
 //! Matmuls with a weight in Q8_0.
 //!
-//! | path    | multiplies with              | rows of x                             |
-//! |---------|------------------------------|---------------------------------------|
-//! | `Gemv`  | multiply-adds, codes decoded in registers: [`coded::gemv`] | few, on any device |
-//! | `Plane` | matrices of a plane, codes decoded into shared memory: [`coded`] | 3 to 256, through Vulkan |
-//! | `Dense` | the matmul of the dense weight | many                                |
+//! | path       | multiplies with              | rows of x                             |
+//! |------------|------------------------------|---------------------------------------|
+//! | `Gemv`     | multiply-adds, codes decoded in registers: [`dequant::gemv`] | few, on any device |
+//! | `Subgroup` | matrices of a plane, codes decoded into shared memory: [`dequant`] | 3 to 256, through Vulkan |
+//! | `Dense`    | the matmul of the dense weight | many                                |
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -14,12 +14,12 @@ use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use super::{
-    Codes, CodesLaunch, DequantizeOperands, DequantizeProblem, Q8_0Dequantize, Weight,
-    WeightBuffers, out_bytes,
+    DequantizeOperands, DequantizeProblem, Q8_0Dequantize, QuantizedValues, QuantizedValuesLaunch,
+    Weight, WeightBuffers, out_bytes,
 };
-use crate::coded::gemv::{self, DimsLaunch};
-use crate::coded::{
-    self, CodedProblem, DequantizeConfig, Dims, GemvConfig, PlaneConfig, PlanePlan,
+use crate::dequant::gemv::{self, DimsLaunch};
+use crate::dequant::{
+    self, DequantizeConfig, Dims, GemvConfig, SubgroupConfig, SubgroupPlan, SubgroupProblem,
 };
 use crate::elem::{elem, rounding};
 use crate::fits::{shape, stores};
@@ -48,7 +48,8 @@ pub struct Q8_0MatmulProblem {
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum Q8_0MatmulConfig {
     Gemv(GemvConfig),
-    Plane(PlaneConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
     Dense(DenseConfig),
 }
 
@@ -97,9 +98,9 @@ impl Q8_0MatmulProblem {
         DequantizeProblem { weight: self.weight, out: self.dtype }
     }
 
-    fn coded(&self) -> CodedProblem {
+    fn subgroup_problem(&self) -> SubgroupProblem {
         let (Weight { n, k }, precision) = (self.weight, self.dense().precision);
-        CodedProblem { m: self.m, n, k, precision, bits: 8, glu: false }
+        SubgroupProblem { m: self.m, n, k, precision, bits: 8, glu: false }
     }
 
     /// Vector width of x in elements: 16 bytes.
@@ -119,7 +120,7 @@ const WORDS: usize = 4;
 
 /// Maximum rows of x for which codes are always multiplied directly. For more rows the weight may be
 /// dequantised first.
-pub(crate) const CODED_ROWS: u32 = 32;
+pub(crate) const MAX_FUSED_ROWS: u32 = 32;
 
 impl Kernel for Q8_0Matmul {
     type Problem = Q8_0MatmulProblem;
@@ -136,13 +137,15 @@ impl Kernel for Q8_0Matmul {
     fn candidates(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<Q8_0MatmulConfig> {
         let feasible = |c: &Q8_0MatmulConfig| Self::check(arch, p, c).is_ok();
         let gemv = GemvConfig::candidates(arch, p.m).into_iter().map(Q8_0MatmulConfig::Gemv);
-        let planes = coded::candidates(arch, &p.coded()).into_iter().map(Q8_0MatmulConfig::Plane);
+        let subgroups = dequant::candidates(arch, &p.subgroup_problem())
+            .into_iter()
+            .map(Q8_0MatmulConfig::Subgroup);
         let dense = denses(arch, p).into_iter().map(Q8_0MatmulConfig::Dense);
         // With few rows a dense weight does not pay off; with many rows codes are read repeatedly.
         let all: Vec<_> = match p.m {
-            0..=2 => gemv.chain(planes).collect(),
-            3..=CODED_ROWS => planes.chain(gemv).collect(),
-            _ => planes.chain(dense).chain(gemv.take(2)).collect(),
+            0..=2 => gemv.chain(subgroups).collect(),
+            3..=MAX_FUSED_ROWS => subgroups.chain(gemv).collect(),
+            _ => subgroups.chain(dense).chain(gemv.take(2)).collect(),
         };
         all.into_iter().filter(feasible).collect()
     }
@@ -155,7 +158,7 @@ impl Kernel for Q8_0Matmul {
         stores(arch, [p.dtype])?;
         match config {
             Q8_0MatmulConfig::Gemv(c) => c.check(arch, p.weight.n),
-            Q8_0MatmulConfig::Plane(c) => coded::check(arch, &p.coded(), c),
+            Q8_0MatmulConfig::Subgroup(c) => dequant::check(arch, &p.subgroup_problem(), c),
             Q8_0MatmulConfig::Dense(c) => {
                 Q8_0Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.splits() > 1 {
@@ -173,8 +176,8 @@ impl Kernel for Q8_0Matmul {
         Cost { flops: dense.flops, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
-    fn simplest(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Result<Q8_0MatmulConfig, Infeasible> {
-        let config = Q8_0MatmulConfig::Gemv(GemvConfig::simplest(arch));
+    fn baseline(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Result<Q8_0MatmulConfig, Infeasible> {
+        let config = Q8_0MatmulConfig::Gemv(GemvConfig::baseline(arch));
         Self::check(arch, p, &config).map(|()| config)
     }
 
@@ -201,7 +204,7 @@ impl Kernel for Q8_0Matmul {
     fn scratch_bytes(p: &Q8_0MatmulProblem, config: &Q8_0MatmulConfig) -> u64 {
         match config {
             Q8_0MatmulConfig::Gemv(_) => 0,
-            Q8_0MatmulConfig::Plane(c) => split_k::scratch_bytes(&p.dense(), c.parts),
+            Q8_0MatmulConfig::Subgroup(c) => split_k::scratch_bytes(&p.dense(), c.parts),
             Q8_0MatmulConfig::Dense(_) => out_bytes(&p.dequantized()) as u64,
         }
     }
@@ -229,7 +232,7 @@ impl Kernel for Q8_0Matmul {
                     WORDS,
                     1,
                     BufferArg::from_raw_parts(x.clone(), x_len / p.width()),
-                    CodesLaunch::of(&p.weight, weight, WORDS),
+                    QuantizedValuesLaunch::of(&p.weight, weight, WORDS),
                     BufferArg::from_raw_parts(out.clone(), out_len),
                     FinishLaunch::of(p.epilogue, epilogue, n as usize, out_len),
                     DimsLaunch::new(p.m, n, k),
@@ -237,9 +240,10 @@ impl Kernel for Q8_0Matmul {
                     elem(p.dtype),
                 );
             },
-            Q8_0MatmulConfig::Plane(c) => {
-                let plan = coded::plan(queue.profile(), &p.coded(), c).expect("it was checked");
-                let (cubes, dim) = p.coded().grid(&plan, c);
+            Q8_0MatmulConfig::Subgroup(c) => {
+                let plan = dequant::plan(queue.profile(), &p.subgroup_problem(), c)
+                    .expect("it was checked");
+                let (cubes, dim) = p.subgroup_problem().grid(&plan, c);
                 // A kernel without partial sums binds another buffer in their place and never writes it.
                 let (sums, sums_len, finish) = match scratch {
                     Some(sums) if c.parts > 1 => {
@@ -262,7 +266,7 @@ impl Kernel for Q8_0Matmul {
                         WORDS,
                         1,
                         BufferArg::from_raw_parts(x.clone(), x_len / 4),
-                        CodesLaunch::of(&p.weight, weight, WORDS),
+                        QuantizedValuesLaunch::of(&p.weight, weight, WORDS),
                         BufferArg::from_raw_parts(out.clone(), out_len),
                         BufferArg::from_raw_parts(sums.clone(), sums_len),
                         finish,
@@ -302,21 +306,21 @@ fn denses(arch: &ArchProfile, p: &Q8_0MatmulProblem) -> Vec<DenseConfig> {
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn multiply_few<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     finish: Finish<F, F, NO>,
     dims: &gemv::Dims,
     #[comptime] config: GemvConfig,
     #[define(F)] _dtype: ElemType,
 ) {
-    gemv::multiply::<Codes<NW>, F, NX, NW, NO>(x, weight, out, &finish, dims, config);
+    gemv::multiply::<QuantizedValues<NW>, F, NX, NW, NO>(x, weight, out, &finish, dims, config);
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, sizes")]
 fn multiply_planes<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
@@ -324,11 +328,13 @@ fn multiply_planes<F: Float, NX: Size, NW: Size, NO: Size>(
     n: u32,
     k: u32,
     part_steps: u32,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
     #[define(F)] _dtype: ElemType,
 ) {
     let dims = Dims { m, n, k, part_steps };
-    coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
+    dequant::subgroup_matmul::<QuantizedValues<NW>, F, NX, NO>(
+        x, weight, out, partials, &finish, &dims, plan,
+    );
 }
 
 #[cfg(test)]
@@ -349,7 +355,7 @@ mod tests {
                     for c in found {
                         Q8_0Matmul::check(&arch, &p, &c).expect("candidates are checked");
                     }
-                    Q8_0Matmul::simplest(&arch, &p).expect("there is one");
+                    Q8_0Matmul::baseline(&arch, &p).expect("there is one");
                 }
             }
         }

@@ -18,7 +18,7 @@ pub(super) struct Dims {
     pub(super) blocks: u32,
     pub(super) max_blocks: u32,
     /// Vectors from one position of the table to the next.
-    pub(super) turn: u32,
+    pub(super) table_stride: u32,
     pub(super) k: Steps,
     pub(super) v: Steps,
     /// Strides of the scales in elements.
@@ -51,7 +51,7 @@ pub(super) struct Head {
     /// Index of the scale, for a cache in i8.
     pub(super) scale: usize,
     /// First vector of the head's position in the table.
-    pub(super) turns: usize,
+    pub(super) table_row: usize,
     pub(super) position: u32,
     pub(super) query: bool,
     pub(super) key: bool,
@@ -100,7 +100,7 @@ impl Head {
             from: index as usize * comptime!(plan.head as usize),
             to: select(query, of_query, select(key, of_key, of_value)),
             scale,
-            turns: position as usize * dims.turn as usize,
+            table_row: position as usize * dims.table_stride as usize,
             position,
             query,
             key,

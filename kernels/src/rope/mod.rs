@@ -43,7 +43,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 pub use problem::{HeadNorm, InvalidRope, KvLayout, RopeProblem};
 
 use self::head::{DimsLaunch, StepsLaunch};
-use self::rotate::turn_heads;
+use self::rotate::rotate_heads;
 use crate::attention::decode::{CacheLayout, CacheStrides, Scales};
 use crate::elem::{elem, rounding};
 use crate::fits::stores;
@@ -110,13 +110,13 @@ impl Kernel for Rope {
     fn candidates(arch: &ArchProfile, p: &RopeProblem) -> Vec<RopeConfig> {
         let mut configs = Vec::new();
         if arch.cores().is_some() {
-            configs.extend(Self::simplest(arch, p));
+            configs.extend(Self::baseline(arch, p));
             return configs;
         }
         // One pair of vectors, or one vector that is not rotated, per unit.
-        let most = plan(arch, p, &RopeConfig { units: 32, lanes: 1 }).items();
-        let most = most.next_power_of_two().min(32);
-        for (units, lanes) in [(128, most), (64, most), (256, most)] {
+        let max = plan(arch, p, &RopeConfig { units: 32, lanes: 1 }).items();
+        let max = max.next_power_of_two().min(32);
+        for (units, lanes) in [(128, max), (64, max), (256, max)] {
             let config = RopeConfig { units, lanes };
             if !configs.contains(&config) && Self::check(arch, p, &config).is_ok() {
                 configs.push(config);
@@ -133,16 +133,16 @@ impl Kernel for Rope {
     fn cost(p: &RopeProblem) -> Cost {
         let tokens = u64::from(p.tokens());
         let [all, ..] = p.extents();
-        let turned = tokens * u64::from(p.heads + p.kv_heads) * u64::from(p.dim);
+        let rotated = tokens * u64::from(p.heads + p.kv_heads) * u64::from(p.dim);
         let cells = 2 * tokens * u64::from(p.kv_heads) * u64::from(p.head_dim);
         let scales = if p.cache.quantized() { 8 * tokens * u64::from(p.kv_heads) } else { 0 };
         let size = p.dtype.size() as u64;
         let written = (all as u64 - cells) * size + cells * p.cache.dtype.size() as u64 + scales;
         let bytes = all as u64 * size + written + 4 * tokens * u64::from(p.dim);
-        Cost { flops: 3 * turned, bytes }
+        Cost { flops: 3 * rotated, bytes }
     }
 
-    fn simplest(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &RopeProblem) -> Result<RopeConfig, Infeasible> {
         let units = arch.cores().unwrap_or(64);
         let config = RopeConfig { units, lanes: 1 };
         Self::check(arch, p, &config).map(|()| config)
@@ -219,7 +219,7 @@ impl Kernel for Rope {
         let [.., scales_len] = p.extents();
         let [all, queries, k, v, _] = p.extents().map(|len| len / vector);
         // Absent operands are bound to another buffer, which the kernel does not read.
-        let (table, turns) = match &operands.table {
+        let (table, table_len) = match &operands.table {
             Some(table) => (table, p.table_len() / vector),
             None => (&operands.qkv, 1),
         };
@@ -248,7 +248,7 @@ impl Kernel for Rope {
         unsafe {
             launch!(
                 queue,
-                turn_heads,
+                rotate_heads,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
                 address(p),
@@ -256,7 +256,7 @@ impl Kernel for Rope {
                 BufferArg::from_raw_parts(operands.qkv.clone(), all),
                 BufferArg::from_raw_parts(operands.start.clone(), p.batch as usize),
                 BufferArg::from_raw_parts(pages.clone(), p.pages_len().max(1)),
-                BufferArg::from_raw_parts(table.clone(), turns),
+                BufferArg::from_raw_parts(table.clone(), table_len),
                 BufferArg::from_raw_parts(q_weight.clone(), head),
                 BufferArg::from_raw_parts(k_weight.clone(), head),
                 BufferArg::from_raw_parts(operands.q.clone(), queries),
@@ -362,12 +362,12 @@ mod tests {
                         let p = RopeProblem { cache, ..p }.checked().expect("valid");
                         let all = Rope::candidates(&arch, &p);
                         if !arch.dtypes.contains(&cache.dtype) {
-                            assert!(all.is_empty() && Rope::simplest(&arch, &p).is_err());
+                            assert!(all.is_empty() && Rope::baseline(&arch, &p).is_err());
                             continue;
                         }
                         assert!(!all.is_empty(), "{name} {p:?}");
-                        let simplest = Rope::simplest(&arch, &p).expect("there is one");
-                        for config in all.into_iter().chain([simplest]) {
+                        let baseline = Rope::baseline(&arch, &p).expect("there is one");
+                        for config in all.into_iter().chain([baseline]) {
                             Rope::check(&arch, &p, &config).expect("it is feasible");
                         }
                     }
@@ -415,8 +415,8 @@ mod tests {
         let cache = KvLayout { layout, ..good.cache };
         let wraps = refused(RopeProblem { cache, ..good });
         assert_eq!(wraps, InvalidRope::TooLarge(u64::from(u32::MAX) + 1));
-        let pages = |blocks, size, most| {
-            let cache = KvLayout::paged(2, [blocks, size], most, 8, DType::F16);
+        let pages = |blocks, size, max| {
+            let cache = KvLayout::paged(2, [blocks, size], max, 8, DType::F16);
             RopeProblem { cache, ..good }.checked()
         };
         assert!(pages(1, 16, 1).is_ok());

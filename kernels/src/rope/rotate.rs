@@ -11,7 +11,7 @@ use crate::rows::{Fold, RowScale, larger, magnitude, norm_weight, row_fold, row_
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
-pub(super) fn turn_heads<F: Float, C: Numeric, N: Size>(
+pub(super) fn rotate_heads<F: Float, C: Numeric, N: Size>(
     qkv: &[Vector<F, N>],      // [tokens, heads + 2 · kv_heads, head]
     start: &[u32],             // [batch]
     pages: &[u32],             // [batch, max_blocks], for a paged cache
@@ -109,10 +109,10 @@ fn scale_cells(
 struct Pair {
     /// Vector `at` of the head.
     x: Array<f32>,
-    /// The pair's other vector, half of the rotated dimensions further on; set if `turns`.
+    /// The pair's other vector, half of the rotated dimensions further on; set if `rotates`.
     y: Array<f32>,
     at: usize,
-    turns: bool,
+    rotates: bool,
 }
 
 #[cube]
@@ -131,26 +131,26 @@ impl Pair {
     ) -> Pair {
         let half = comptime!(plan.half as usize);
         // First vector of a pair, or a vector behind all pairs.
-        let turns = item < comptime!(plan.half);
-        let at = select(turns, item, item + comptime!(plan.half)) as usize;
+        let rotates = item < comptime!(plan.half);
+        let at = select(rotates, item, item + comptime!(plan.half)) as usize;
         let mut x = load(qkv, q_weight, k_weight, at, head, scale, plan);
         let mut y = Array::<f32>::new(N::value());
-        if turns {
+        if rotates {
             y = load(qkv, q_weight, k_weight, at + half, head, scale, plan);
             if head.within && (head.query || head.key) {
-                turn(&mut x, &mut y, table, at, head, plan);
+                rotate(&mut x, &mut y, table, at, head, plan);
             }
         }
-        Pair { x, y, at, turns }
+        Pair { x, y, at, rotates }
     }
 
     /// Returns the largest magnitude.
     fn largest<N: Size>(&self) -> f32 {
-        let mut most = largest::<N>(&self.x);
-        if self.turns {
-            most = larger(most, largest::<N>(&self.y));
+        let mut absmax = largest::<N>(&self.x);
+        if self.rotates {
+            absmax = larger(absmax, largest::<N>(&self.y));
         }
-        most
+        absmax
     }
 
     /// Stores the vectors to the destination of their head.
@@ -163,7 +163,7 @@ impl Pair {
         inverse: f32,
         #[comptime] plan: RopePlan,
     ) {
-        if self.turns {
+        if self.rotates {
             let half = comptime!(plan.half as usize);
             store(q, k, v, &self.y, self.at + half, head, inverse, plan);
         }
@@ -174,12 +174,12 @@ impl Pair {
 /// Returns the largest magnitude in a vector.
 #[cube]
 fn largest<N: Size>(values: &Array<f32>) -> f32 {
-    let mut most = 0.0f32.runtime();
+    let mut absmax = 0.0f32.runtime();
     #[unroll]
     for e in 0..N::value() {
-        most = larger(most, magnitude(values[e]));
+        absmax = larger(absmax, magnitude(values[e]));
     }
-    most
+    absmax
 }
 
 /// Loads vector `at` of a head and applies the norm, if the head has one.
@@ -219,7 +219,7 @@ fn load<F: Float, N: Size>(
 
 /// Rotates the pairs that begin with vector `at` of a head.
 #[cube]
-fn turn<N: Size>(
+fn rotate<N: Size>(
     x: &mut Array<f32>,
     y: &mut Array<f32>,
     table: &[Vector<f32, N>],
@@ -228,7 +228,7 @@ fn turn<N: Size>(
     #[comptime] plan: RopePlan,
 ) {
     let half = comptime!(plan.half as usize);
-    let row = head.turns + at;
+    let row = head.table_row + at;
     let (cos, sin) = (table[row], table[row + half]);
     #[unroll]
     for e in 0..N::value() {

@@ -205,7 +205,7 @@ impl Kernel for Sample {
         Cost { flops: 4 * all, bytes: 4 * all }
     }
 
-    fn simplest(arch: &ArchProfile, p: &SampleProblem) -> Result<SampleConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &SampleProblem) -> Result<SampleConfig, Infeasible> {
         let units = if arch.cores().is_some() { 1 } else { 64 };
         let config = SampleConfig { units };
         Self::check(arch, p, &config).map(|()| config)
@@ -288,7 +288,7 @@ mod tests {
             for vocab in [1, 50_257, 128_256] {
                 let p = SampleProblem::new(3, vocab).expect("valid");
                 assert!(!Sample::candidates(&arch, &p).is_empty(), "{name} {vocab}");
-                Sample::simplest(&arch, &p).expect("it is feasible");
+                Sample::baseline(&arch, &p).expect("it is feasible");
             }
         }
     }

@@ -100,7 +100,7 @@ impl CopyPlan {
     }
 
     /// Returns the XOR of bytes that the swizzle adds `down` rows below a unit's first copy.
-    const fn turn(self, down: u32) -> u32 {
+    const fn swizzle_xor(self, down: u32) -> u32 {
         let (shift, mask, up) = self.shape.swizzle();
         (((down >> shift) & mask) << up) * 16
     }
@@ -157,8 +157,8 @@ impl CopyLane {
                 let inside = self.row + down < rows_left && self.col < cols_left;
                 let far = comptime!(down * plan.shape.row_bytes());
                 // The XOR stays within 128 bytes, the alignment of tiles.
-                let turn = comptime!(plan.turn(down));
-                let to = if comptime!(turn == 0) { to + self.to } else { (to + self.to) ^ turn };
+                let xor = comptime!(plan.swizzle_xor(down));
+                let to = if comptime!(xor == 0) { to + self.to } else { (to + self.to) ^ xor };
                 copy_vector(from + comptime!(down as u64) * line, to, far, inside, plan);
             } else {
                 let per_row = comptime!(plan.per_row() as u32);

@@ -51,10 +51,10 @@ pub(crate) fn load_fragments<I: Float>(
     #[comptime] shape: TileShape,
     #[comptime] rounds_tf32: bool,
 ) {
-    let turned = comptime!(if shape.transposed { ".trans" } else { "" });
+    let trans = comptime!(if shape.transposed { ".trans" } else { "" });
     let words: Vector<u32, Const<4>>;
     gpu_asm!(
-        "ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {words}, [{at}+{far}];",
+        "ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {words}, [{at}+{far}];",
         words = out(_) words,
         at = in(_) at,
         options(explicit_mem, reads_address_space shared)
@@ -181,12 +181,12 @@ pub(crate) fn quad_transpose(words: &mut Array<u32>, lane: u32) {
 /// column.
 #[cube]
 pub(crate) fn transpose_halves(pair: u32) -> u32 {
-    let turned: u32;
+    let transposed: u32;
     gpu_asm!(
-        "movmatrix.sync.aligned.m8n8.trans.b16 {turned}, {pair};",
-        turned = out(_) turned,
+        "movmatrix.sync.aligned.m8n8.trans.b16 {transposed}, {pair};",
+        transposed = out(_) transposed,
         pair = in(_) u32::cast_from(pair),
         options(nomem)
     );
-    turned
+    transposed
 }

@@ -15,7 +15,7 @@ use kernels::int8::{Int8Quantize, QuantizeProblem};
 use kernels::matmul::{
     Activation, Epilogue, Layout, Matmul, MatmulConfig, MatmulProblem, Precision,
 };
-use kernels::nf4::{CodeBook, Nf4Matmul, Nf4MatmulProblem, Order, Weight, quantize};
+use kernels::nf4::{Codebook, Nf4Matmul, Nf4MatmulProblem, Order, Weight, quantize};
 use kernels::norm::{Norm, NormKind};
 use kernels::quantized::QuantizeError;
 use suite::KernelSuite;
@@ -45,7 +45,7 @@ fn more_blocks_than_one_dimension_of_a_grid_holds_are_all_multiplied() {
     // Blocks of the baseline config have 32 rows; one dimension of a grid holds 65 535 blocks.
     let problem = MatmulProblem::dense(1, [65_537 * 32, 1, 1], rows, Precision::F32);
     let case = EdgeCase { problem: problem.expect("valid sizes"), inputs: Inputs::Normal(3) };
-    let config = Matmul::simplest(device.profile(), &case.problem).expect("any GPU has one");
+    let config = Matmul::baseline(device.profile(), &case.problem).expect("any GPU has one");
     let verdict = Matmul::verify(&device, &case, &config).expect("runs");
     assert!(verdict.comparison.passed, "{}", verdict.comparison);
 }
@@ -57,7 +57,7 @@ fn every_cpu_config_is_right() {
     for (precision, every) in [(Precision::F32, 1), (Precision::Bf16, 5)] {
         for case in Matmul::config_cases(precision).into_iter().step_by(every) {
             let configs = Matmul::candidates(device.profile(), &case.problem);
-            let served = Matmul::simplest(device.profile(), &case.problem).is_ok();
+            let served = Matmul::baseline(device.profile(), &case.problem).is_ok();
             assert_eq!(!configs.is_empty(), served, "{case:?}");
             for config in configs {
                 let verdict = Matmul::verify(&device, &case, &config).expect("runs");
@@ -90,7 +90,7 @@ fn f16_sums_are_for_instructions_that_have_them() {
     without.mma.retain(|shape| shape.acc != DType::F16);
     assert!(Matmul::candidates(&without, &problem).is_empty());
     let f16 = MatmulProblem { precision: Precision::F16, ..problem };
-    let fma = Matmul::simplest(&arch, &f16).expect("any GPU has one");
+    let fma = Matmul::baseline(&arch, &f16).expect("any GPU has one");
     assert!(Matmul::check(&arch, &problem, &fma).is_err(), "{fma:?} sums in f32");
 }
 
@@ -145,7 +145,7 @@ fn programs_are_those_of_the_launch() {
     fn check<K: Kernel>(device: &Device, problem: &K::Problem) {
         let client = device.client();
         let (properties, target) = (client.properties_shared(), client.target_properties_shared());
-        let config = K::simplest(device.profile(), problem).expect("any device has one");
+        let config = K::baseline(device.profile(), problem).expect("any device has one");
         let programs = K::programs(device.profile(), problem, &config, &properties, &target);
         let queue = Queue::Device(device);
         let operands = K::operands(&queue, problem, 1);
@@ -176,7 +176,7 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
     let client = device.client();
     let (properties, target) = (client.properties_shared(), client.target_properties_shared());
     let plain = MatmulProblem::dense(1, [8; 3], [Layout::Row; 2], Precision::F32).expect("valid");
-    let config = Matmul::simplest(device.profile(), &plain).expect("the CPU multiplies f32");
+    let config = Matmul::baseline(device.profile(), &plain).expect("the CPU multiplies f32");
     let mut hashes = std::collections::BTreeSet::new();
     let mut count = 0;
     for activation in [None].into_iter().chain(Activation::ALL.map(Some)) {
@@ -208,7 +208,7 @@ fn a_weight_with_infinities_is_not_quantised() {
         values[1234] = bad.unwrap_or(-1.0);
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let handle = device.client().create_from_slice(&bytes);
-        let made = quantize(&device, &handle, weight, DType::F32, CodeBook::Nf4);
+        let made = quantize(&device, &handle, weight, DType::F32, Codebook::Nf4);
         match bad {
             None => drop(made.expect("finite")),
             Some(bad) => assert!(matches!(made, Err(QuantizeError::NotFinite)), "{bad}"),
@@ -224,8 +224,8 @@ fn config_cases_are_right_on_the_cpu() {
         for case in K::config_cases(precision) {
             // A fused norm saves no launch on a CPU, so that there is no candidate for it.
             let first = K::candidates(device.profile(), K::problem(&case)).first().copied();
-            let simplest = || K::simplest(device.profile(), K::problem(&case));
-            let config = first.unwrap_or_else(|| simplest().expect("any device has one"));
+            let baseline = || K::baseline(device.profile(), K::problem(&case));
+            let config = first.unwrap_or_else(|| baseline().expect("any device has one"));
             let verdict = K::verify(&device, &case, &config).expect("runs");
             assert!(verdict.comparison.passed, "{case:?}: {}", verdict.comparison);
         }
@@ -271,7 +271,7 @@ fn every_norm_in_a_product_is_another_program() {
     let (properties, target) = (client.properties_shared(), client.target_properties_shared());
     let weight = Weight::new(16, 256, 64, true).expect("valid");
     let plain = Nf4MatmulProblem::new(1, weight, DType::F32).expect("rows");
-    let config = Nf4Matmul::simplest(device.profile(), &plain).expect("any device has one");
+    let config = Nf4Matmul::baseline(device.profile(), &plain).expect("any device has one");
     let norms = [None, Some(NormKind::Rms), Some(NormKind::RmsPlusOne)];
     let hashes: std::collections::BTreeSet<_> = norms
         .into_iter()

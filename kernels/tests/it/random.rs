@@ -6,7 +6,7 @@ use kernels::attention::decode::{Decode, DecodeProblem};
 use kernels::attention::{Attention, AttentionOptions, AttentionProblem, ScoreStrides};
 use kernels::int8::{Activations, Int8Dequantize, Int8Matmul, Int8MatmulProblem, Int8Quantize};
 use kernels::matmul::{Activation, Epilogue, Layout, Matmul, MatmulProblem, Precision};
-use kernels::nf4::{CodeBook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
+use kernels::nf4::{Codebook, Nf4Dequantize, Nf4Matmul, Nf4MatmulProblem, Nf4Quantize, Order};
 use kernels::norm::NormKind;
 use kernels::{int8, nf4};
 use proptest::collection::vec;
@@ -32,7 +32,7 @@ fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
     let drawn = (drawn, any::<Index>());
     let ran = TestRunner::new_with_rng(config, rng).run(&drawn, |(case, which)| {
         let mut configs = K::candidates(arch, K::problem(&case));
-        configs.extend(K::simplest(arch, K::problem(&case)));
+        configs.extend(K::baseline(arch, K::problem(&case)));
         let config = which.get(&configs);
         let verdict = K::verify(&device, &case, config);
         let verdict = verdict.map_err(|why| TestCaseError::fail(format!("{config:?}: {why}")))?;
@@ -45,9 +45,9 @@ fn each<K: KernelSuite>(cases: u32, drawn: impl Strategy<Value = K::Case>) {
 }
 
 /// Returns any size, or a multiple of 8 or 64.
-fn size(most: u32) -> impl Strategy<Value = u32> {
-    let whole = |by: u32| (1..=most / by).prop_map(move |times| by * times);
-    prop_oneof![1..=most, whole(8), whole(64)]
+fn size(max: u32) -> impl Strategy<Value = u32> {
+    let whole = |by: u32| (1..=max / by).prop_map(move |times| by * times);
+    prop_oneof![1..=max, whole(8), whole(64)]
 }
 
 /// 4-bit weights of every block size, in tiles if whole tiles divide them.
@@ -124,9 +124,9 @@ fn own_axes() -> impl Strategy<Value = Option<[bool; 3]>> {
 }
 
 /// Sequences of different lengths; the first is not empty.
-fn lengths(most: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
-    let others = vec((0..=most[0], 0..=most[1]), 0..=3);
-    ((1..=most[0], 1..=most[1]), others).prop_map(|(first, mut others)| {
+fn lengths(max: [u32; 2]) -> impl Strategy<Value = Vec<(u32, u32)>> {
+    let others = vec((0..=max[0], 0..=max[1]), 0..=3);
+    ((1..=max[0], 1..=max[1]), others).prop_map(|(first, mut others)| {
         others.insert(0, first);
         others
     })
@@ -214,11 +214,12 @@ fn steps_of_decoding_are_those_of_the_reference() {
 
 #[test]
 fn four_bit_codes_and_absmax_are_those_of_the_reference() {
-    let book = select(vec![CodeBook::Nf4, CodeBook::Fp4]);
-    let drawn = (four_bits(), dtype(), book, 0..999u64).prop_map(|(weight, dtype, book, seed)| {
-        let weight = nf4::Weight { order: Order::Rows, ..weight };
-        QuantizeCase { problem: nf4::QuantizeProblem { weight, dtype, book }, seed }
-    });
+    let codebook = select(vec![Codebook::Nf4, Codebook::Fp4]);
+    let drawn =
+        (four_bits(), dtype(), codebook, 0..999u64).prop_map(|(weight, dtype, codebook, seed)| {
+            let weight = nf4::Weight { order: Order::Rows, ..weight };
+            QuantizeCase { problem: nf4::QuantizeProblem { weight, dtype, codebook }, seed }
+        });
     each::<Nf4Quantize>(64, drawn);
 }
 

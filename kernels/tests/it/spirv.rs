@@ -118,7 +118,7 @@ fn attention_compiles_for_cooperative_matrices() {
         let softcap = bent.then_some(30.0);
         let problem = AttentionProblem { causal: true, lse: true, softcap, ..dense };
         let configs = Attention::candidates(&card, &problem);
-        assert!(configs.iter().all(|c| matches!(c, AttentionConfig::Plane(_))), "{configs:?}");
+        assert!(configs.iter().all(|c| matches!(c, AttentionConfig::Subgroup(_))), "{configs:?}");
         for config in configs {
             let programs = Attention::programs(&card, &problem, &config, &properties, &target);
             for text in compiled(&format!("attention-{dtype}-{head_dim}-{all}"), programs) {
@@ -146,7 +146,7 @@ fn gradients_compile_for_cooperative_matrices() {
         let forward = AttentionProblem { causal: true, lse: true, softcap, ..dense };
         let problem = BackwardProblem::of(forward).expect("it stores its log-sum-exp");
         for config in AttentionBackward::candidates(&card, &problem) {
-            assert!(matches!(config.keys, SideConfig::Plane(_)), "{config:?}");
+            assert!(matches!(config.keys, SideConfig::Subgroup(_)), "{config:?}");
             let programs =
                 AttentionBackward::programs(&card, &problem, &config, &properties, &target);
             // Programs: statistics, dq, dk, dv.
@@ -208,7 +208,7 @@ fn products_with_codes_compile_for_cooperative_matrices() {
         let problem = Nf4MatmulProblem::new(m, weight, dtype).expect("rows");
         let problem = if glu { problem.gated_by_half().expect("halves") } else { problem };
         for config in Nf4Matmul::candidates(&card, &problem) {
-            let Nf4MatmulConfig::Plane(c) = config else { continue };
+            let Nf4MatmulConfig::Subgroup(c) = config else { continue };
             let programs = Nf4Matmul::programs(&card, &problem, &config, &properties, &target);
             assert_eq!(programs.len(), if c.parts > 1 { 2 } else { 1 }, "{config:?}");
             let text = compiled(&format!("nf4-{dtype}-{m}-{all}"), programs);

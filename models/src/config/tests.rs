@@ -502,10 +502,10 @@ fn what_a_config_claims_of_its_weights_is_read() {
 
 #[test]
 fn absurd_sizes_do_not_overflow() {
-    let most = 2_147_483_647;
+    let max = 2_147_483_647;
     let config = json!({
-        "hidden_size": most, "intermediate_size": most, "num_hidden_layers": 10_000,
-        "num_attention_heads": most, "num_key_value_heads": most, "vocab_size": most, "head_dim": 2_147_483_646,
+        "hidden_size": max, "intermediate_size": max, "num_hidden_layers": 10_000,
+        "num_attention_heads": max, "num_key_value_heads": max, "vocab_size": max, "head_dim": 2_147_483_646,
     });
     assert_eq!(read_tiny("phi3", config).parameters(), u64::MAX);
 }

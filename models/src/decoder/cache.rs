@@ -56,15 +56,15 @@ impl Shared {
         let (device, dtype) = (cache.device(), cache.dtype());
         let empty =
             |positions: usize| Tensor::zeros([1, positions, kv_heads, width], (&device, dtype));
-        let turned = cache.swap_dims(1, 2);
+        let swapped = cache.swap_dims(1, 2);
         let full = self.whole * PAGE;
-        let shared = turned.clone().slice_dim(1, 0..full);
+        let shared = swapped.clone().slice_dim(1, 0..full);
         let own = || {
             // The prompt's partial page, and free positions.
             let room = empty(self.own * PAGE - self.rest);
             match self.rest {
                 0 => room,
-                rest => Tensor::cat(vec![turned.slice_dim(1, full..full + rest), room], 1),
+                rest => Tensor::cat(vec![swapped.slice_dim(1, full..full + rest), room], 1),
             }
         };
         // A prompt may fill the whole capacity, or less than a page.
@@ -117,7 +117,7 @@ impl Rearrange for Join<'_> {
 
 impl KvCache {
     pub(super) fn new(of: &Decoder, batch: usize, capacity: usize) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let DecoderConfig { kv_heads, head_dim, layers, .. } = &of.config;
         let shape = [batch, *kv_heads, capacity, *head_dim];
         let zeros = !of.ctx.rehearses();
@@ -132,7 +132,7 @@ impl KvCache {
             frequencies: Vec::new(),
             single: Single::default(),
         };
-        cache.turn_for(&of.config, 1, &of.device);
+        cache.build_rope_tables(&of.config, 1, &of.device);
         cache
     }
 
@@ -154,7 +154,7 @@ impl KvCache {
     /// or RoPE frequencies. Frequencies differ if RoPE scaling depends on the length.
     #[must_use]
     pub fn stack(mut parts: Vec<(Self, usize)>) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         parts.retain(|(_, times)| *times > 0);
         let (first, _) = parts.first().expect("a batch has a sequence");
         let (capacity, frequencies) = (first.capacity, first.frequencies.clone());
@@ -193,7 +193,7 @@ impl KvCache {
     /// Panics for a sequence outside the batch.
     #[must_use]
     pub fn keep(self, sequences: &[usize]) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let rows = |cached| rearranged([cached], &cells::Rows(sequences));
         let Memory { layers, pages, tables } = self.memory;
         let memory = match pages {
@@ -303,7 +303,7 @@ impl KvCache {
 
     /// Returns true if the cached keys were rotated with the frequencies of a sequence of `length`. An empty
     /// cache switches to these frequencies.
-    pub(super) fn turns_for(
+    pub(super) fn ensure_rotated_for(
         &mut self,
         config: &DecoderConfig,
         length: usize,
@@ -317,13 +317,18 @@ impl KvCache {
         if self.longest() > 0 {
             return false;
         }
-        self.turn_for(config, length, device);
+        self.build_rope_tables(config, length, device);
         true
     }
 
     /// Builds the RoPE tables for sequences of `length`, in persistent allocations: a pool page that a graph
     /// reads cannot be reused.
-    pub(super) fn turn_for(&mut self, config: &DecoderConfig, length: usize, device: &Device) {
+    pub(super) fn build_rope_tables(
+        &mut self,
+        config: &DecoderConfig,
+        length: usize,
+        device: &Device,
+    ) {
         self.frequencies = config.ropes.iter().map(|rope| rope.frequencies(length)).collect();
         let make = |()| tables(config, length, self.capacity, device);
         self.memory.tables = device.memory_persistent_allocations((), make);

@@ -9,8 +9,8 @@ use ops::{Ctx, Epilogue, NormWeights, OpError, QuantizedWeight, linear};
 use quant::{Block, DType, Scheme, WeightFormat};
 use rayon::prelude::*;
 
-use super::beside::Beside;
 use super::projection::{Ffn, Matrix, Projection};
+use super::unmerged_lora::UnmergedLora;
 use super::warnings::warnings;
 use super::{Decoder, Layer};
 use crate::config::THRESHOLD;
@@ -38,7 +38,7 @@ pub struct LoadOptions {
 }
 
 /// Returns the format of a layer's matrix on the device: the smaller of the file's format and `quant`.
-fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
+fn format_on_device(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
     match (stored.format(), quant.map(|quant| quant.format)) {
         (Some(own), Some(made)) if made.bits() < own.bits() => Some(made),
         (own, made) => own.or(made),
@@ -49,7 +49,7 @@ fn held(quant: Option<Scheme>, stored: &Weight<'_>) -> Option<WeightFormat> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OnDevice {
     /// Format of the layers' matrices; for mixed formats, the one with the most work.
-    pub matrices: Option<WeightFormat>,
+    pub weight_format: Option<WeightFormat>,
     /// Bytes of all weights and of an unmerged LoRA. The absmax of 4-bit weights counts as nested.
     pub bytes: u128,
     /// See [`ModelPrecision::lora_columns`].
@@ -66,7 +66,7 @@ pub fn on_device(
     options: &LoadOptions,
 ) -> Result<OnDevice, Error> {
     let dtype = options.dtype.unwrap_or(file_dtype(weights)?);
-    let (mut most, mut bytes, mut lora_columns) = (None, 0u128, 0);
+    let (mut max, mut bytes, mut lora_columns) = (None, 0u128, 0);
     for param in weights.config().params() {
         let stored = match param.side {
             Side::Weight => Some(weights.weight(param.slot)?),
@@ -75,13 +75,13 @@ pub fn on_device(
         let Some(stored) = stored else { continue };
         let layers = param.slot.is_matrix() && param.slot != Slot::Head;
         let quant = options.quant.filter(|_| layers && param.side == Side::Weight);
-        let matrices = held(quant, &stored.weight);
+        let weight_format = format_on_device(quant, &stored.weight);
         let (tf32, kv) = (options.tf32, options.kv);
-        let precision = ModelPrecision { dtype, tf32, matrices, kv, lora_columns: 0 };
+        let precision = ModelPrecision { dtype, tf32, weight_format, kv, lora_columns: 0 };
         bytes += precision.matrix_bytes(&stored.shape);
-        most = most.max(matrices);
+        max = max.max(weight_format);
         if param.side == Side::Weight
-            && matrices.is_some()
+            && weight_format.is_some()
             && let Some(adapter) = adapter
         {
             let (config, slot) = (weights.config(), param.slot);
@@ -91,7 +91,7 @@ pub fn on_device(
             bytes += ((a + n * columns) * burn::tensor::DType::from(dtype).size()) as u128;
         }
     }
-    Ok(OnDevice { matrices: most, bytes, lora_columns })
+    Ok(OnDevice { weight_format: max, bytes, lora_columns })
 }
 
 /// Progress of loading.
@@ -258,7 +258,7 @@ impl<'a> Loader<'a> {
     /// call.
     fn kept<T: Send>(&self, make: impl Fn() -> T + Send) -> T {
         // One part at a time, so that a thread that captures does not wait for a whole model.
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.device.memory_persistent_allocations((), move |()| make())
     }
 
@@ -306,14 +306,14 @@ impl<'a> Loader<'a> {
             _ => None,
         };
         if let Some(both) = both {
-            let (bias, beside) = (self.bias(&[gate, up])?, self.beside(&[gate, up])?);
-            return Ok(Ffn::Joint { both, bias, beside, down });
+            let (bias, unmerged) = (self.bias(&[gate, up])?, self.unmerged(&[gate, up])?);
+            return Ok(Ffn::Joint { both, bias, unmerged, down });
         }
         let last = matrices.split_off(1);
         let [first, second] = biases;
         Ok(Ffn::Gated {
-            gate: self.projection_of(matrices, first, self.beside(&[gate])?),
-            up: self.projection_of(last, second, self.beside(&[up])?),
+            gate: self.projection_of(matrices, first, self.unmerged(&[gate])?),
+            up: self.projection_of(last, second, self.unmerged(&[up])?),
             down,
         })
     }
@@ -330,20 +330,20 @@ impl<'a> Loader<'a> {
         {
             matrices = vec![Matrix::Dense(Tensor::cat(all, 0))];
         }
-        Ok(self.projection_of(matrices, self.bias(slots)?, self.beside(slots)?))
+        Ok(self.projection_of(matrices, self.bias(slots)?, self.unmerged(slots)?))
     }
 
     fn projection_of(
         &self,
         matrices: Vec<Matrix>,
         bias: Option<Tensor<1>>,
-        beside: Option<Beside>,
+        unmerged: Option<UnmergedLora>,
     ) -> Projection {
-        Projection { matrices, bias, tf32: self.options.tf32, beside }
+        Projection { matrices, bias, tf32: self.options.tf32, unmerged }
     }
 
     /// Returns the unmerged LoRA of those `slots` that are quantised.
-    fn beside(&self, slots: &[Slot]) -> Result<Option<Beside>, Error> {
+    fn unmerged(&self, slots: &[Slot]) -> Result<Option<UnmergedLora>, Error> {
         let (Source::Files(weights), Some(adapter)) = (self.source, self.adapter) else {
             return Ok(None);
         };
@@ -352,8 +352,8 @@ impl<'a> Loader<'a> {
         let (mut a, mut n, mut columns) = (Vec::new(), 0, 0);
         for slot in slots {
             let stored = weights.weight(*slot)?;
-            let held = held(self.options.quant, &stored.weight);
-            let own = adapter.of(self.config(), *slot).filter(|_| held.is_some());
+            let format = format_on_device(self.options.quant, &stored.weight);
+            let own = adapter.of(self.config(), *slot).filter(|_| format.is_some());
             if let Some(own) = own {
                 // Matrices of one tensor in the file share A.
                 let same = all.last().filter(|(_, _, last)| std::ptr::eq(last.a, own.a));
@@ -376,7 +376,10 @@ impl<'a> Loader<'a> {
                 to.iter_mut().zip(values).for_each(|(to, value)| *to = value * own.scale as f32);
             }
         }
-        Ok(Some(Beside { a: self.factor(&a, [columns, k]), b: self.factor(&b, [n, columns]) }))
+        Ok(Some(UnmergedLora {
+            a: self.factor(&a, [columns, k]),
+            b: self.factor(&b, [n, columns]),
+        }))
     }
 
     /// Loads quantised matrices, joined if possible.
@@ -435,7 +438,7 @@ impl<'a> Loader<'a> {
                     if own.scheme().block != Block::Row && rows.start > 0 {
                         return Ok(None);
                     }
-                    let keeps = held(self.options.quant, &stored.weight) == Some(own);
+                    let keeps = format_on_device(self.options.quant, &stored.weight) == Some(own);
                     let weight = stored.weight.rows(rows);
                     let encoded = weight.encoded().expect("it has a format");
                     let mapped = |bytes: &[u8]| weights.checkpoint().mapped(bytes);

@@ -47,8 +47,8 @@ pub(super) fn tables(
     let table = |rope: &Rope| {
         let frequencies = rope.frequencies(length);
         let angles = |position: usize| {
-            let turn = move |f: &f64| (position as f64 * f).sin_cos();
-            let (sines, cosines): (Vec<_>, Vec<_>) = frequencies.iter().map(turn).unzip();
+            let sin_cos = move |f: &f64| (position as f64 * f).sin_cos();
+            let (sines, cosines): (Vec<_>, Vec<_>) = frequencies.iter().map(sin_cos).unzip();
             let factor = rope.attention_factor;
             cosines.into_iter().chain(sines).map(move |value| (value * factor) as f32)
         };

@@ -18,7 +18,6 @@
 //! Projections with the same input are one matmul if their weights allow it: queries, keys and values always
 //! if dense, gate and up in 4 bits.
 
-mod beside;
 mod cache;
 mod cells;
 mod load;
@@ -27,6 +26,7 @@ mod precompile;
 mod projection;
 mod step;
 mod train;
+mod unmerged_lora;
 mod warnings;
 
 use std::ops::Range;
@@ -43,7 +43,7 @@ pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use memory::Memory;
-use projection::{Ffn, Projection, read_last};
+use projection::{Ffn, Projection, synchronize};
 use step::Step;
 pub use train::{Adaptation, Example, Learned, Recompute};
 
@@ -137,25 +137,31 @@ impl Decoder {
     /// # Errors
     /// [`Error::Failed`].
     pub fn check_allocation(&self) -> Result<(), Error> {
-        let _at_work = ops::at_work();
-        read_last(&self.embedding)?;
-        self.positions.as_ref().map_or(Ok(()), read_last)?;
+        let _stream_guard = ops::stream_guard();
+        synchronize(&self.embedding)?;
+        self.positions.as_ref().map_or(Ok(()), synchronize)?;
         for Layer { qkv, out, ffn, .. } in &self.layers {
-            qkv.settle()?;
-            out.settle()?;
-            ffn.settle()?;
+            qkv.check_allocation()?;
+            out.check_allocation()?;
+            ffn.check_allocation()?;
         }
-        self.head.settle()
+        self.head.check_allocation()
     }
 
     /// Returns the precision of the model; for mixed weight formats, the one with the most work.
     pub fn precision(&self) -> ModelPrecision {
         let of = |layer: &Layer| layer.qkv.format().max(layer.out.format()).max(layer.ffn.format());
-        let matrices = self.layers.iter().map(of).max().flatten();
+        let weight_format = self.layers.iter().map(of).max().flatten();
         let columns =
             |layer: &Layer| layer.qkv.columns().max(layer.out.columns()).max(layer.ffn.columns());
         let lora_columns = self.layers.iter().map(columns).max().unwrap_or(0);
-        ModelPrecision { dtype: self.dtype, tf32: self.tf32, matrices, kv: self.kv, lora_columns }
+        ModelPrecision {
+            dtype: self.dtype,
+            tf32: self.tf32,
+            weight_format,
+            kv: self.kv,
+            lora_columns,
+        }
     }
 
     /// Returns the bytes of keys and values that a step of `batch` sequences of `positions` each reads. A
@@ -252,9 +258,9 @@ impl Decoder {
         rows: Rows,
         each: &mut impl FnMut(Tensor<2>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let seq = self.check(cache, tokens)?;
-        let whole = self.rotated_anew(cache, tokens, seq)?;
+        let whole = self.tokens_to_reprefill(cache, tokens, seq)?;
         let before = cache.lengths();
         let passed = match &whole {
             None => self.chunks(cache, tokens, 0, rows, each),
@@ -268,14 +274,14 @@ impl Decoder {
 
     /// Returns all tokens of a sequence for a re-prefill, with its cache cleared. None if the frequencies of
     /// its cached keys are right for `seq` more tokens.
-    fn rotated_anew(
+    fn tokens_to_reprefill(
         &self,
         cache: &mut KvCache,
         tokens: &[&[u32]],
         seq: usize,
     ) -> Result<Option<Vec<u32>>, Error> {
         let longest = cache.longest() + seq;
-        if cache.turns_for(&self.config, longest, &self.device) {
+        if cache.ensure_rotated_for(&self.config, longest, &self.device) {
             return Ok(None);
         }
         if cache.batch() > 1 {
@@ -283,7 +289,7 @@ impl Decoder {
         }
         let whole = [cache.tokens(0), tokens[0]].concat();
         cache.clear();
-        cache.turn_for(&self.config, longest, &self.device);
+        cache.build_rope_tables(&self.config, longest, &self.device);
         Ok(Some(whole))
     }
 

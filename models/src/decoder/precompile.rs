@@ -21,7 +21,7 @@ impl Decoder {
         decode: bool,
         then: impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError>,
     ) -> Result<Rehearsed, Error> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let ctx = if self.ctx.rehearses() { self.ctx.clone() } else { self.ctx.rehearsal() };
         let rehearsal = Self { ctx, ..self.clone() };
         let (batch, before) = (cache.batch(), cache.longest());
@@ -54,9 +54,9 @@ impl Decoder {
     fn distinct_layers(&self) -> Vec<usize> {
         let kind = |index: usize| {
             let (rules, layer) = (self.config.layers[index], &self.layers[index]);
-            let held = [layer.qkv.format(), layer.out.format(), layer.ffn.format()];
+            let formats = [layer.qkv.format(), layer.out.format(), layer.ffn.format()];
             let bytes = [layer.qkv.bytes(), layer.out.bytes(), layer.ffn.bytes()];
-            (rules.window, rules.rope, held, bytes)
+            (rules.window, rules.rope, formats, bytes)
         };
         let mut seen = Vec::new();
         (0..self.layers.len())

@@ -10,11 +10,11 @@ use ops::{
 };
 use quant::WeightFormat;
 
-use super::beside::Beside;
+use super::unmerged_lora::UnmergedLora;
 use crate::Error;
 
 /// Largest number of f32 rows that is as fast as tf32, because reading the weight dominates.
-const MOST_EXACT_ROWS: usize = 8;
+const MAX_EXACT_ROWS: usize = 8;
 
 /// A weight `[n, k]`.
 #[derive(Debug, Clone)]
@@ -33,7 +33,7 @@ pub(super) struct Projection {
     /// See [`LoadOptions::tf32`](super::LoadOptions::tf32).
     pub(super) tf32: bool,
     /// Unmerged LoRA.
-    pub(super) beside: Option<Beside>,
+    pub(super) unmerged: Option<UnmergedLora>,
 }
 
 /// The feed-forward block.
@@ -50,7 +50,7 @@ pub(super) enum Ffn {
         both: QuantizedWeight,
         bias: Option<Tensor<1>>,
         /// Unmerged LoRA of both.
-        beside: Option<Beside>,
+        unmerged: Option<UnmergedLora>,
         down: Projection,
     },
     Plain {
@@ -60,7 +60,7 @@ pub(super) enum Ffn {
 }
 
 /// Reads the last row of a tensor, which waits for it.
-pub(super) fn read_last<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Result<(), Error> {
+pub(super) fn synchronize<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Result<(), Error> {
     let rows = tensor.dims()[0];
     let last = tensor.clone().slice_dim(0, rows - 1..rows).try_into_data();
     last.map(drop).map_err(|why| Error::Failed(format!("{why:?}")))
@@ -83,10 +83,10 @@ impl Matrix {
     }
 
     /// See [`Decoder::check_allocation`](super::Decoder::check_allocation).
-    fn settle(&self) -> Result<(), Error> {
+    fn check_allocation(&self) -> Result<(), Error> {
         match self {
-            Self::Dense(weight) => read_last(weight),
-            Self::Quantized(weight) => read_last(&weight.codes()),
+            Self::Dense(weight) => synchronize(weight),
+            Self::Quantized(weight) => synchronize(&weight.codes()),
         }
     }
 
@@ -119,20 +119,20 @@ impl Projection {
 
     pub(super) fn bytes(&self) -> u64 {
         let own: u64 = self.matrices.iter().map(Matrix::bytes).sum();
-        own + self.beside.as_ref().map_or(0, Beside::bytes)
+        own + self.unmerged.as_ref().map_or(0, UnmergedLora::bytes)
     }
 
     /// Returns the columns of the unmerged LoRA.
     pub(super) fn columns(&self) -> usize {
-        self.beside.as_ref().map_or(0, Beside::columns)
+        self.unmerged.as_ref().map_or(0, UnmergedLora::columns)
     }
 
     fn rows(&self) -> usize {
         self.matrices.iter().map(Matrix::rows).sum()
     }
 
-    pub(super) fn settle(&self) -> Result<(), Error> {
-        self.matrices.iter().try_for_each(Matrix::settle)
+    pub(super) fn check_allocation(&self) -> Result<(), Error> {
+        self.matrices.iter().try_for_each(Matrix::check_allocation)
     }
 
     /// Returns true if every matmul fuses the norm of x, and nothing else reads x.
@@ -142,7 +142,7 @@ impl Projection {
         x: &Tensor<2>,
         kind: NormKind,
     ) -> Result<bool, OpError> {
-        if self.beside.is_some() {
+        if self.unmerged.is_some() {
             return Ok(false);
         }
         for matrix in &self.matrices {
@@ -161,13 +161,13 @@ impl Projection {
         x: Tensor<2>,
         epilogue: Epilogue<2>,
     ) -> Result<Tensor<2>, OpError> {
-        let Some(beside) = &self.beside else { return self.matrices_of(ctx, x, epilogue) };
+        let Some(unmerged) = &self.unmerged else { return self.matrices_of(ctx, x, epilogue) };
         let Some(activation) = epilogue.activation else {
-            let residual = Some(beside.of(ctx, x.clone(), epilogue.residual)?);
+            let residual = Some(unmerged.of(ctx, x.clone(), epilogue.residual)?);
             return self.matrices_of(ctx, x, Epilogue { residual, ..epilogue });
         };
         // The activation applies to the sum with the LoRA.
-        let residual = Some(beside.of(ctx, x.clone(), None)?);
+        let residual = Some(unmerged.of(ctx, x.clone(), None)?);
         let plain = Epilogue { residual, activation: None, gate: None, ..epilogue };
         let y = activate(self.matrices_of(ctx, x, plain)?, activation, epilogue.gate)?;
         Ok(match epilogue.residual {
@@ -210,7 +210,7 @@ impl Projection {
         epilogue: Epilogue<2>,
     ) -> Result<Tensor<2>, OpError> {
         let dense = matches!(matrix, Matrix::Dense(_));
-        let tf32 = self.tf32 && dense && x.dims()[0] > MOST_EXACT_ROWS;
+        let tf32 = self.tf32 && dense && x.dims()[0] > MAX_EXACT_ROWS;
         matrix.of(ctx, x, Epilogue { tf32, ..epilogue })
     }
 
@@ -243,8 +243,8 @@ impl Ffn {
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Self::Gated { gate, up, down } => gate.bytes() + up.bytes() + down.bytes(),
-            Self::Joint { both, beside, down, .. } => {
-                both.bytes() + beside.as_ref().map_or(0, Beside::bytes) + down.bytes()
+            Self::Joint { both, unmerged, down, .. } => {
+                both.bytes() + unmerged.as_ref().map_or(0, UnmergedLora::bytes) + down.bytes()
             }
             Self::Plain { up, down } => up.bytes() + down.bytes(),
         }
@@ -254,18 +254,20 @@ impl Ffn {
     pub(super) fn columns(&self) -> usize {
         match self {
             Self::Gated { gate, up, down } => gate.columns().max(up.columns()).max(down.columns()),
-            Self::Joint { beside, down, .. } => {
-                beside.as_ref().map_or(0, Beside::columns).max(down.columns())
+            Self::Joint { unmerged, down, .. } => {
+                unmerged.as_ref().map_or(0, UnmergedLora::columns).max(down.columns())
             }
             Self::Plain { up, down } => up.columns().max(down.columns()),
         }
     }
 
-    pub(super) fn settle(&self) -> Result<(), Error> {
-        let all = |parts: &[&Projection]| parts.iter().try_for_each(|part| part.settle());
+    pub(super) fn check_allocation(&self) -> Result<(), Error> {
+        let all = |parts: &[&Projection]| parts.iter().try_for_each(|part| part.check_allocation());
         match self {
             Self::Gated { gate, up, down } => all(&[gate, up, down]),
-            Self::Joint { both, down, .. } => read_last(&both.codes()).and_then(|()| down.settle()),
+            Self::Joint { both, down, .. } => {
+                synchronize(&both.codes()).and_then(|()| down.check_allocation())
+            }
             Self::Plain { up, down } => all(&[up, down]),
         }
     }
@@ -281,7 +283,7 @@ impl Ffn {
             Self::Gated { gate, up, .. } => {
                 Ok(gate.takes_norm(ctx, x, kind)? && up.takes_norm(ctx, x, kind)?)
             }
-            Self::Joint { beside: Some(_), .. } => Ok(false),
+            Self::Joint { unmerged: Some(_), .. } => Ok(false),
             Self::Joint { both, .. } => both.takes_norm(ctx, x, kind, true),
             Self::Plain { up, .. } => up.takes_norm(ctx, x, kind),
         }
@@ -296,7 +298,7 @@ impl Ffn {
         norm: Option<RowNorm>,
         activation: Activation,
     ) -> Result<(Tensor<2>, &Projection), OpError> {
-        if let Self::Joint { beside: Some(_), .. } = self {
+        if let Self::Joint { unmerged: Some(_), .. } = self {
             return self.inner_with(ctx, y, activation, |_| Ok(None));
         }
         let activation = Some(activation);
@@ -337,11 +339,11 @@ impl Ffn {
                 let up = of(up, gate.rows())?;
                 (activate(of(gate, 0)?, activation, Some(up))?, down)
             }
-            Self::Joint { both, bias, beside, down } => {
+            Self::Joint { both, bias, unmerged, down } => {
                 let rows = both.shape()[0];
                 let mut residual = more(0..rows)?;
-                if let Some(beside) = beside {
-                    residual = Some(beside.of(ctx, y.clone(), residual)?);
+                if let Some(unmerged) = unmerged {
+                    residual = Some(unmerged.of(ctx, y.clone(), residual)?);
                 }
                 let epilogue = Epilogue { bias: bias.clone(), residual, ..Epilogue::default() };
                 let both = quantized_linear(ctx, y, both, epilogue)?;

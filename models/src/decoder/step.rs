@@ -70,7 +70,7 @@ enum By {
 /// Ending a graph waits for its stream.
 impl Drop for Single {
     fn drop(&mut self) {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.0 = None;
     }
 }
@@ -111,8 +111,8 @@ impl Single {
             }
         };
         let start: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
-        ops::refresh(&repeated.step.tokens, &tokens.concat())?;
-        ops::refresh(&repeated.step.start, &start)?;
+        ops::update_inputs(&repeated.step.tokens, &tokens.concat())?;
+        ops::update_inputs(&repeated.step.start, &start)?;
         repeated.run(of, memory)
     }
 }

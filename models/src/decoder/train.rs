@@ -77,7 +77,7 @@ pub struct Adaptation<'a> {
 }
 
 /// A batch on the device.
-struct Lesson {
+struct TrainBatch {
     batch: usize,
     /// Length of the longest sequence.
     seq: usize,
@@ -125,7 +125,7 @@ impl Decoder {
     /// Computes the loss of a batch, and the gradient of `weight` · loss with respect to an adapter.
     ///
     /// # Errors
-    /// [`Error::Lesson`] for a batch with nothing to learn or an empty sequence. [`Error::Token`].
+    /// [`Error::NothingToLearn`] for a batch with nothing to learn or an empty sequence. [`Error::Token`].
     /// [`Error::Context`] for a sequence longer than the context length of the model. [`Error::Op`].
     ///
     /// # Panics
@@ -137,35 +137,35 @@ impl Decoder {
         weight: f64,
         recompute: Recompute,
     ) -> Result<Learned, Error> {
-        let _at_work = ops::at_work();
-        let lesson = self.lesson(batch)?;
+        let _stream_guard = ops::stream_guard();
+        let train_batch = self.train_batch(batch)?;
         let layers = self.layers.len();
         // Layers below the lowest adapted layer need no gradient.
         let lowest = adaptation.factors.iter().map(|own| own.layer).min().unwrap_or(layers);
-        let mut x = self.embedded(&lesson)?;
+        let mut x = self.embedded(&train_batch)?;
         let (mut inputs, mut graphs) = (Vec::new(), Vec::new());
         for index in 0..layers {
             let _layer = trace::span(|| format!("layer {index}"));
             if recompute == Recompute::Nothing && index >= lowest {
-                let graph = self.graph(index, x, adaptation, &lesson, index > lowest)?;
+                let graph = self.graph(index, x, adaptation, &train_batch, index > lowest)?;
                 x = graph.out.clone().inner();
                 graphs.push(graph);
                 continue;
             }
             let pairs = self.pairs(index, adaptation);
-            let out = self.adapted_layer(index, x.clone(), &pairs, &lesson)?;
+            let out = self.adapted_layer(index, x.clone(), &pairs, &train_batch)?;
             if index >= lowest {
                 inputs.push(x);
             }
             x = out;
         }
-        let (loss, dx) = self.loss(x, &lesson, Some(weight))?;
+        let (loss, dx) = self.loss(x, &train_batch, Some(weight))?;
         let mut dx = dx.expect("it is asked for");
         let mut parts = vec![None; adaptation.factors.len()];
         for index in (lowest..layers).rev() {
             let _layer = trace::span(|| format!("backward {index}"));
             let graph = match inputs.pop() {
-                Some(x) => self.graph(index, x, adaptation, &lesson, index > lowest)?,
+                Some(x) => self.graph(index, x, adaptation, &train_batch, index > lowest)?,
                 None => graphs.pop().expect("a layer that learns has its input or its graph"),
             };
             self.note_memory();
@@ -183,7 +183,7 @@ impl Decoder {
             dx = taken(&x, &mut gradients);
         }
         let gradient = Tensor::cat(parts.into_iter().flatten().flatten().collect(), 0);
-        Ok(Learned { loss, gradient, tokens: lesson.count })
+        Ok(Learned { loss, gradient, tokens: train_batch.count })
     }
 
     /// Computes the sum of -ln p over the learned tokens of a batch, `[1]` in f32, and the number of these
@@ -196,14 +196,14 @@ impl Decoder {
         adaptation: Adaptation<'_>,
         batch: &[Example],
     ) -> Result<(Tensor<1>, usize), Error> {
-        let _at_work = ops::at_work();
-        let lesson = self.lesson(batch)?;
-        let mut x = self.embedded(&lesson)?;
+        let _stream_guard = ops::stream_guard();
+        let train_batch = self.train_batch(batch)?;
+        let mut x = self.embedded(&train_batch)?;
         for index in 0..self.layers.len() {
             let _layer = trace::span(|| format!("layer {index}"));
-            x = self.adapted_layer(index, x, &self.pairs(index, adaptation), &lesson)?;
+            x = self.adapted_layer(index, x, &self.pairs(index, adaptation), &train_batch)?;
         }
-        Ok((self.loss(x, &lesson, None)?.0, lesson.count))
+        Ok((self.loss(x, &train_batch, None)?.0, train_batch.count))
     }
 
     /// Records memory use in a trace.
@@ -215,13 +215,13 @@ impl Decoder {
     }
 
     /// Uploads a batch, padded to its longest sequence.
-    fn lesson(&self, batch: &[Example]) -> Result<Lesson, Error> {
+    fn train_batch(&self, batch: &[Example]) -> Result<TrainBatch, Error> {
         let seq = batch.iter().map(|own| own.tokens.len()).max().unwrap_or(0);
         let count: usize = batch.iter().map(Example::learned).sum();
         if count == 0 || batch.iter().any(|own| own.tokens.is_empty()) {
-            return Err(Error::Lesson);
+            return Err(Error::NothingToLearn);
         }
-        if let Some(max_seq) = self.config.context().filter(|most| seq > *most) {
+        if let Some(max_seq) = self.config.context().filter(|max| seq > *max) {
             return Err(Error::Context { need: seq, max_seq });
         }
         batch.iter().try_for_each(|own| self.config.check_tokens(&own.tokens))?;
@@ -238,7 +238,7 @@ impl Decoder {
             let len = words.len();
             Tensor::<1, Int>::from_data(TensorData::new(words, [len]), (&self.device, DType::I32))
         };
-        Ok(Lesson {
+        Ok(TrainBatch {
             batch: batch.len(),
             seq,
             tokens: list(ids).reshape([batch.len(), seq]),
@@ -250,12 +250,12 @@ impl Decoder {
     }
 
     /// Returns the embeddings, `[batch · seq, hidden]`.
-    fn embedded(&self, lesson: &Lesson) -> Result<Tensor<2>, Error> {
+    fn embedded(&self, train_batch: &TrainBatch) -> Result<Tensor<2>, Error> {
         let _part = trace::span(|| "embedding");
-        let start = Tensor::zeros([lesson.batch], (&self.device, DType::I32));
+        let start = Tensor::zeros([train_batch.batch], (&self.device, DType::I32));
         let scale = self.config.embedding_scale.map_or(1.0, |scale| rounded(scale, self.dtype));
         let (table, positions) = (self.embedding.clone(), self.positions.clone());
-        Ok(ops::embed(&self.ctx, lesson.tokens.clone(), table, start, positions, scale)?)
+        Ok(ops::embed(&self.ctx, train_batch.tokens.clone(), table, start, positions, scale)?)
     }
 
     /// Returns the factors of a layer.
@@ -285,7 +285,7 @@ impl Decoder {
         index: usize,
         x: Tensor<2>,
         adaptation: Adaptation<'_>,
-        lesson: &Lesson,
+        train_batch: &TrainBatch,
         below: bool,
     ) -> Result<Graph, Error> {
         let leaf = |part: Tensor<2>| part.autodiff().require_grad();
@@ -293,7 +293,7 @@ impl Decoder {
         let pairs: Vec<Pair> =
             pairs.map(|pair| Pair { a: leaf(pair.a), b: leaf(pair.b), ..pair }).collect();
         let x = if below { leaf(x) } else { x };
-        let out = self.adapted_layer(index, x.clone(), &pairs, lesson)?;
+        let out = self.adapted_layer(index, x.clone(), &pairs, train_batch)?;
         Ok(Graph { x, pairs, out })
     }
 
@@ -303,12 +303,12 @@ impl Decoder {
         index: usize,
         x: Tensor<2>,
         pairs: &[Pair],
-        lesson: &Lesson,
+        train_batch: &TrainBatch,
     ) -> Result<Tensor<2>, Error> {
         let layer = &self.layers[index];
         let y = self.norm(&layer.attention_norm, x.clone(), None)?;
         let qkv = self.adapted(&layer.qkv, Block::Qkv, y, None, pairs)?;
-        let a = self.attention(index, qkv, lesson)?;
+        let a = self.attention(index, qkv, train_batch)?;
         let x = match &layer.attention_post_norm {
             None => self.adapted(&layer.out, Block::Out, a, Some(x), pairs)?,
             Some(norm) => {
@@ -329,14 +329,19 @@ impl Decoder {
 
     /// Computes attention from qkv `[batch · seq, (heads + 2 · kv_heads) · head_dim]` to `[batch · seq, heads
     /// · head_dim]`.
-    fn attention(&self, index: usize, qkv: Tensor<2>, lesson: &Lesson) -> Result<Tensor<2>, Error> {
+    fn attention(
+        &self,
+        index: usize,
+        qkv: Tensor<2>,
+        train_batch: &TrainBatch,
+    ) -> Result<Tensor<2>, Error> {
         let (layer, rules) = (&self.layers[index], &self.config.layers[index]);
         let DecoderConfig { heads, kv_heads, head_dim, .. } = self.config;
-        let Lesson { batch, seq, .. } = *lesson;
+        let TrainBatch { batch, seq, .. } = *train_batch;
         let part = |first: usize, own: usize| {
             qkv.clone().slice_dim(1, first * head_dim..(first + own) * head_dim)
         };
-        let turn = |first: usize, own: usize, norm: usize| {
+        let rotate = |first: usize, own: usize, norm: usize| {
             let mut part = part(first, own);
             if let Some(norms) = &layer.qk_norm {
                 part =
@@ -344,11 +349,11 @@ impl Decoder {
             }
             let part = part.reshape([batch, seq, own, head_dim]);
             Ok::<_, Error>(match rules.rope {
-                Some(rope) => turned(part, &lesson.tables[rope]),
+                Some(rope) => rotated(part, &train_batch.tables[rope]),
                 None => part,
             })
         };
-        let (q, k) = (turn(0, heads, 0)?, turn(heads, kv_heads, 1)?);
+        let (q, k) = (rotate(0, heads, 0)?, rotate(heads, kv_heads, 1)?);
         let v = part(heads + kv_heads, kv_heads).reshape([batch, seq, kv_heads, head_dim]);
         let options = AttentionOptions {
             scale: Some(rules.scale as f32),
@@ -440,24 +445,24 @@ impl Decoder {
     fn loss(
         &self,
         x: Tensor<2>,
-        lesson: &Lesson,
+        train_batch: &TrainBatch,
         weight: Option<f64>,
     ) -> Result<(Tensor<1>, Option<Tensor<2>>), Error> {
         let _part = trace::span(|| "loss");
         let shape = x.dims();
-        let x = x.select(0, lesson.rows.clone());
+        let x = x.select(0, train_batch.rows.clone());
         let (mut loss, mut parts) = (None, Vec::new());
-        let at_once = self.config.rows_with_loss(lesson.count);
-        for from in (0..lesson.count).step_by(at_once) {
-            let to = (from + at_once).min(lesson.count);
+        let at_once = self.config.rows_with_loss(train_batch.count);
+        for from in (0..train_batch.count).step_by(at_once) {
+            let to = (from + at_once).min(train_batch.count);
             let x = x.clone().slice_dim(0, from..to);
             let x = if weight.is_some() { x.autodiff().require_grad() } else { x };
             let logits = self.logits(x.clone())?;
-            let next = lesson.next.clone().slice_dim(0, from..to).reshape([to - from, 1]);
+            let next = train_batch.next.clone().slice_dim(0, from..to).reshape([to - from, 1]);
             let plain = logits.clone().inner();
-            let most = plain.clone().max_dim(1);
-            let token = plain.clone().gather(1, next.clone()) - most.clone();
-            let shares = (plain - most).exp();
+            let row_max = plain.clone().max_dim(1);
+            let token = plain.clone().gather(1, next.clone()) - row_max.clone();
+            let shares = (plain - row_max).exp();
             let sums = shares.clone().sum_dim(1);
             let own = (sums.clone().log() - token).sum();
             loss = Some(loss.map_or(own.clone(), |loss: Tensor<1>| loss + own));
@@ -473,14 +478,14 @@ impl Decoder {
             return Ok((loss, None));
         }
         let empty = Tensor::zeros(shape, (&self.device, DType::from(self.dtype)));
-        let (rows, learned) = (lesson.rows.clone(), joined(parts, 0));
+        let (rows, learned) = (train_batch.rows.clone(), joined(parts, 0));
         Ok((loss, Some(empty.select_assign(0, rows, learned, IndexingUpdateOp::Add))))
     }
 }
 
 /// Rotates x `[batch, seq, heads, head_dim]` by its positions, like [`ops::rope`], with ordinary
 /// differentiable ops.
-fn turned(x: Tensor<4>, table: &Tensor<2>) -> Tensor<4> {
+fn rotated(x: Tensor<4>, table: &Tensor<2>) -> Tensor<4> {
     let ([.., head_dim], [seq, dim]) = (x.dims(), table.dims());
     let (dtype, half) = (x.dtype(), dim / 2);
     let table = table.clone().reshape([1, seq, 1, dim]);

@@ -173,8 +173,9 @@ impl<'a> Rows<'a> {
 
     /// Returns the memory of a matmul with a layer's weight `[n, k]`.
     pub(super) fn matmul(self, shape: [u128; 2]) -> OpMemory {
-        let Self { profile, rows, precision: ModelPrecision { dtype, matrices, .. }, .. } = self;
-        match matrices {
+        let Self { profile, rows, precision: ModelPrecision { dtype, weight_format, .. }, .. } =
+            self;
+        match weight_format {
             None => linear_memory(profile, rows, shape, dtype),
             Some(_) => quantized_linear_memory(profile, rows, shape, dtype),
         }

@@ -4,15 +4,15 @@ use crate::{LoraOptions, Recompute, Training, shapes};
 const BF16: ModelPrecision = ModelPrecision {
     dtype: FloatDType::BF16,
     tf32: false,
-    matrices: None,
+    weight_format: None,
     kv: KvFormat::Float,
     lora_columns: 0,
 };
-const NF4: ModelPrecision = ModelPrecision { matrices: Some(WeightFormat::Nf4), ..BF16 };
-const INT8: ModelPrecision = ModelPrecision { matrices: Some(WeightFormat::Int8), ..BF16 };
+const NF4: ModelPrecision = ModelPrecision { weight_format: Some(WeightFormat::Nf4), ..BF16 };
+const INT8: ModelPrecision = ModelPrecision { weight_format: Some(WeightFormat::Int8), ..BF16 };
 /// CUDA, a GPU without tensor cores for this dtype, and a CPU.
-const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, coded_rows: 128 };
-const DENSE: MemoryProfile = MemoryProfile { coded_rows: 8, ..CUDA };
+const CUDA: MemoryProfile = MemoryProfile { captures: true, processors: 132, max_fused_rows: 128 };
+const DENSE: MemoryProfile = MemoryProfile { max_fused_rows: 8, ..CUDA };
 const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DENSE };
 
 const MIB: u128 = 1 << 20;
@@ -141,8 +141,8 @@ fn logits_of_all_rows_take_no_more_than_was_planned() {
 
 #[test]
 fn unmerged_lora_adds_its_matmuls() {
-    let adapted = |name, matrices| {
-        let precision = ModelPrecision { matrices, lora_columns: 32, ..BF16 };
+    let adapted = |name, weight_format| {
+        let precision = ModelPrecision { weight_format, lora_columns: 32, ..BF16 };
         of(name, precision, &Workload::new(1, 2048), CPU).activations
     };
     let x = 2048 * 2 * 4096;

@@ -35,7 +35,7 @@ impl Rows<'_> {
         };
         let loss = kept + x + self.loss_bytes() + accumulated;
         // The gradient dequantises the weight for any number of rows.
-        let dense = Self { profile: MemoryProfile { coded_rows: 0, ..self.profile }, ..self };
+        let dense = Self { profile: MemoryProfile { max_fused_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
         // Each half of a joint gate and up has a gradient of the full width, zero except in its half. Their
         // sum follows.

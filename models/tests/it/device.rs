@@ -124,13 +124,13 @@ fn contexts_past_the_files_count_are_those_of_transformers() {
         assert!(distance(&all, &logits) <= BAR, "{name}");
         let last = all[all.len() - decoder.config().vocab..].to_vec();
         assert_eq!(greedy(&decoder, &mut cache, last, want.len())[0], want, "{name}");
-        let most = asked.unwrap_or(stretched);
-        assert!(decoder.cache(1, most + 1).is_err(), "{name}: past {most}");
+        let max = asked.unwrap_or(stretched);
+        assert!(decoder.cache(1, max + 1).is_err(), "{name}: past {max}");
     }
     let learned = open("gpt2");
-    let most = learned.config().max_seq;
-    let refused = learned.with_context(most + 1).expect_err("no vector").to_string();
-    assert!(refused.contains(&format!("at most {most} positions")), "{refused}");
+    let max = learned.config().max_seq;
+    let refused = learned.with_context(max + 1).expect_err("no vector").to_string();
+    assert!(refused.contains(&format!("at most {max} positions")), "{refused}");
 }
 
 /// Logits in several parts equal those of one forward pass, even if a re-prefill changes all RoPE
@@ -146,9 +146,9 @@ fn logits_of_all_rows_come_in_parts() {
         let [mut whole, mut parts] = [cache(), cache()];
         for passed in [0..24, 24..25, 25..long.len()] {
             let own = &long[passed.clone()];
-            let (mut have, mut most) = (Vec::new(), 0);
+            let (mut have, mut max) = (Vec::new(), 0);
             let done = decoder.prefill_each(&mut parts, own, |logits| {
-                most = most.max(logits.dims()[0]);
+                max = max.max(logits.dims()[0]);
                 have.extend(values(logits));
                 Ok::<_, Error>(())
             });
@@ -156,7 +156,7 @@ fn logits_of_all_rows_come_in_parts() {
             let all = each(&decoder, &mut cache(), &long[..passed.end]);
             assert_eq!((have.len(), parts.tokens(0)), (own.len() * vocab, &long[..passed.end]));
             assert!(distance(&have, &all[passed.start * vocab..]) < 1e-5, "{name}: {passed:?}");
-            assert!(own.len() < 24 || most < 24, "{name}: {most} rows at once");
+            assert!(own.len() < 24 || max < 24, "{name}: {max} rows at once");
             let last = values(decoder.prefill(&mut whole, &[own]).expect("room"));
             assert!(distance(&last, &have[have.len() - vocab..]) < 1e-5, "{name}: {passed:?}");
         }
@@ -292,10 +292,10 @@ fn keys_and_values_in_8_bits_stand_for_what_they_were() {
 
 /// Rounds a matrix to the reference's 4 bits.
 fn in_4_bits(linear: &mut Linear, _: usize) {
-    let book = FourBit::Nf4;
-    let blocks = book.quantize(&linear.weight, 64).expect("finite");
+    let four_bit = FourBit::Nf4;
+    let blocks = four_bit.quantize(&linear.weight, 64).expect("finite");
     linear.weight =
-        dequantize(&book.code_book(), &blocks.codes, &blocks.absmax, 64, linear.weight.len())
+        dequantize(&four_bit.codebook(), &blocks.codes, &blocks.absmax, 64, linear.weight.len())
             .expect("of these blocks");
 }
 
@@ -322,7 +322,7 @@ fn check_quantised(name: &str, quant: Scheme, quantize: impl Fn(&mut Linear, usi
     let options =
         LoadOptions { dtype: Some(FloatDType::F32), quant: Some(quant), ..Default::default() };
     let (ours, prompt) = (load(name, options), golden(name).prompt);
-    assert_eq!(ours.precision().matrices, Some(quant.format));
+    assert_eq!(ours.precision().weight_format, Some(quant.format));
     let mut reference = decoder(&open(name));
     for block in &mut reference.blocks {
         let Block { query, key, value, out, gate, up, down, .. } = block;
@@ -362,7 +362,7 @@ fn weights_of_8_bits_stay_so() {
     let load = |quant: Option<WeightFormat>| {
         let quant = quant.map(WeightFormat::scheme);
         let options = LoadOptions { dtype: Some(FloatDType::F32), quant, ..Default::default() };
-        load("llama_int8", options).precision().matrices
+        load("llama_int8", options).precision().weight_format
     };
     let (int8, nf4) = (Some(WeightFormat::Int8), Some(WeightFormat::Nf4));
     assert_eq!(load(None), int8);

@@ -79,9 +79,9 @@ fn loss_of(decoder: &Decoder, batch: &[Example]) -> f64 {
         let logits = each(decoder, &mut cache, tokens);
         for at in (*from).max(1)..tokens.len() {
             let row = &logits[(at - 1) * vocab..at * vocab];
-            let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let all: f64 = row.iter().map(|logit| f64::from(logit - most).exp()).sum();
-            sum += all.ln() - f64::from(row[tokens[at] as usize] - most);
+            let row_max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let all: f64 = row.iter().map(|logit| f64::from(logit - row_max).exp()).sum();
+            sum += all.ln() - f64::from(row[tokens[at] as usize] - row_max);
         }
     }
     sum
@@ -120,9 +120,9 @@ fn losses_past_the_files_count_are_those_of_the_reference() {
         let logits = reference.forward(tokens).expect("whole");
         let rows = logits.chunks(vocab).zip(&tokens[1..]).skip(example.from - 1);
         let want = rows.map(|(row, next)| {
-            let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let all: f64 = row.iter().map(|logit| (logit - most).exp()).sum();
-            all.ln() - (row[*next as usize] - most)
+            let row_max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let all: f64 = row.iter().map(|logit| (logit - row_max).exp()).sum();
+            all.ln() - (row[*next as usize] - row_max)
         });
         let want: f64 = want.sum();
         let options = LoadOptions { dtype: Some(FloatDType::F32), ..LoadOptions::default() };
@@ -444,10 +444,14 @@ fn adapters_stay_beside_quantised_matrices() {
             assert!(gap <= 1e-4, "{name}: {gap:e}");
             // The planned bytes cover the loaded ones.
             let planned = on_device_of(&weights, Some(&adapter), &options);
-            let (held, plain) = (adapted.precision(), base.precision());
-            assert_eq!((planned.matrices, plain.lora_columns), (held.matrices, 0), "{name}");
+            let (precision, plain) = (adapted.precision(), base.precision());
+            assert_eq!(
+                (planned.weight_format, plain.lora_columns),
+                (precision.weight_format, 0),
+                "{name}"
+            );
             // Gate and up are one matmul, or two with fewer columns.
-            let columns = held.lora_columns;
+            let columns = precision.lora_columns;
             assert!((1..=planned.lora_columns).contains(&columns), "{name}: {columns}");
             let more = (adapted.weight_bytes() - base.weight_bytes()) as u128;
             let counted = planned.bytes - on_device_of(&weights, None, &options).bytes;
@@ -547,6 +551,6 @@ fn a_batch_that_teaches_nothing_is_refused() {
     for (rank, alpha) in [(0, 8.0), ((1 << 16) + 1, 8.0), (4, f64::NAN)] {
         let options = LoraOptions { rank, alpha, ..LoraOptions::default() };
         let refused = Adapter::new(decoder.config(), options, 0).expect_err("no adapter");
-        assert!(matches!(refused, Error::Rank { most: 65_536, .. }), "{refused}");
+        assert!(matches!(refused, Error::Rank { max: 65_536, .. }), "{refused}");
     }
 }

@@ -48,7 +48,7 @@ fn open(name: &str) -> Weights {
 
 /// Returns the largest of values from 0 up; NaN if one is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
-    let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
+    let larger = |max: f64, value: f64| if value <= max || max.is_nan() { max } else { value };
     values.into_iter().fold(0.0, larger)
 }
 

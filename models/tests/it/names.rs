@@ -73,12 +73,12 @@ fn conv1d_is_turned_and_cut() {
     let bias = file.tensor("transformer.h.1.attn.c_attn.bias").expect("there");
     for (third, part) in [Part::Query, Part::Key, Part::Value].into_iter().enumerate() {
         let slot = Slot::Layer(1, part);
-        let turned = weights.weight(slot).expect("there").dense().expect("no codes");
-        assert_eq!(turned.shape, [32, 32]);
+        let transposed = weights.weight(slot).expect("there").dense().expect("no codes");
+        assert_eq!(transposed.shape, [32, 32]);
         for (row, column) in [(0, 0), (5, 31), (31, 5)] {
             let to = 2 * (row * 32 + column);
             let from = 2 * (column * 96 + third * 32 + row);
-            assert_eq!(turned.bytes[to..to + 2], stored.bytes[from..from + 2]);
+            assert_eq!(transposed.bytes[to..to + 2], stored.bytes[from..from + 2]);
         }
         let cut = weights.bias(slot).expect("readable").expect("there").dense().expect("no codes");
         assert_eq!(cut.bytes, &bias.bytes[third * 64..][..64]);

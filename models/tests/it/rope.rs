@@ -15,7 +15,7 @@ fn a_rope_in_models_turns_as_the_reference_does() {
                 let frequencies = rope.frequencies(seq);
                 for (pair, frequency) in frequencies.iter().enumerate() {
                     let (sin, cos) = ((seq - 1) as f64 * frequency).sin_cos();
-                    let [x, y] = turned_frequency(rope, pair, seq - 1, seq);
+                    let [x, y] = rotated_frequency(rope, pair, seq - 1, seq);
                     let m = rope.attention_factor;
                     let gap = (x - m * cos).abs() + (y - m * sin).abs();
                     assert!(gap < 1e-9, "{name}: pair {pair} of {seq}: {gap}");
@@ -28,10 +28,10 @@ fn a_rope_in_models_turns_as_the_reference_does() {
 }
 
 /// Returns cosine and sine of a pair, from the reference's rotation.
-fn turned_frequency(rope: &Rope, pair: usize, position: usize, seq: usize) -> [f64; 2] {
+fn rotated_frequency(rope: &Rope, pair: usize, position: usize, seq: usize) -> [f64; 2] {
     let mut head = vec![0.0; rope.dim];
     head[..rope.dim / 2].fill(1.0);
-    rotary(rope).turn(&mut head, position, seq);
+    rotary(rope).rotate(&mut head, position, seq);
     [head[pair], head[pair + rope.dim / 2]]
 }
 
@@ -80,7 +80,7 @@ proptest! {
         let rope = Rope { theta, dim: 16, scaling, attention_factor, context: None };
         let position = seq - 1;
         for (pair, frequency) in rope.frequencies(seq).into_iter().enumerate() {
-            let [x, y] = turned_frequency(&rope, pair, position, seq);
+            let [x, y] = rotated_frequency(&rope, pair, position, seq);
             let (sin, cos) = (position as f64 * frequency).sin_cos();
             prop_assert!((x - attention_factor * cos).abs() < 1e-8, "pair {pair}");
             prop_assert!((y - attention_factor * sin).abs() < 1e-8, "pair {pair}");

@@ -37,6 +37,7 @@ pub(crate) fn check_tree(root: &Path) -> Result<usize> {
         // Binary files have no lines to check.
         if let Ok(text) = String::from_utf8(bytes) {
             findings.extend(rules::lines(file, &text));
+            findings.extend(rules::prose(file, &text));
         }
     }
     if findings.is_empty() {

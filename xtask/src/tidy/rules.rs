@@ -75,8 +75,8 @@ pub(super) fn top_level(files: &[String]) -> Vec<String> {
 /// Checks the size of a file that every clone downloads.
 pub(super) fn size(file: &str, bytes: u64) -> Option<String> {
     let (carried, own) = CARRIED;
-    let most = if file == carried { own } else { SIZE };
-    (bytes > most).then(|| format!("{file}: {bytes} bytes, over {most}"))
+    let max = if file == carried { own } else { SIZE };
+    (bytes > max).then(|| format!("{file}: {bytes} bytes, over {max}"))
 }
 
 /// Checks [`FORBIDDEN_DEPENDENCIES`].
@@ -88,6 +88,67 @@ pub(super) fn dependencies(packages: &BTreeMap<String, Vec<String>>) -> Vec<Stri
                 findings.push(format!("{package}: depends on {dependency}"));
             }
         }
+    }
+    findings
+}
+
+/// Words that open no doc comment, which begins with a verb or the noun that it defines.
+const OPENERS: [&str; 9] =
+    ["What", "Of", "Whether", "Where", "Who", "How", "That", "Those", "As in"];
+
+/// Words of this project alone, with the field's term.
+const PRIVATE_WORDS: [(&str, &str); 8] = [
+    (concat!("half ", "sums"), "f16 accumulators"),
+    (concat!("turned ", "heads"), "RoPE outputs"),
+    (concat!("outlying ", "columns"), "outlier columns"),
+    (concat!("prompt ", "passes"), "prefill"),
+    (concat!("k in ", "parts"), "split-k"),
+    (concat!("sums in ", "f16"), "accumulation in f16"),
+    (concat!("product of ", "a quantised"), "matmul with a quantised"),
+    (concat!("as it is ", "there"), "unchanged"),
+];
+
+/// Most columns of a line of Markdown outside of tables and code, and most lines of the README.
+const COLUMNS: usize = 120;
+const README_LINES: usize = 150;
+
+/// Checks the prose of one file: openers of doc comments, private words in public documents, long lines of Markdown and
+/// the length of the README.
+pub(super) fn prose(file: &str, text: &str) -> Vec<String> {
+    let mut findings = Vec::new();
+    let (rust, markdown) = (file.ends_with(".rs"), file.ends_with(".md"));
+    // Generated tables have their own notes.
+    let generated = file == "benches/RESULTS.md" || file.starts_with("benches/baselines/");
+    if file == "README.md" && text.lines().count() > README_LINES {
+        findings.push(format!("{file}: over {README_LINES} lines"));
+    }
+    let (mut code, mut before) = (false, "");
+    for (i, line) in text.lines().enumerate() {
+        let mut found = |what: &str| findings.push(format!("{file}:{}: {what}", i + 1));
+        let doc =
+            |line: &str| ["///", "//!"].iter().any(|mark| line.trim_start().starts_with(mark));
+        if rust && doc(line) {
+            let own = line.trim_start().trim_start_matches(['/', '!']).trim_start();
+            let opens = !doc(before);
+            if let Some(word) =
+                OPENERS.iter().find(|word| opens && own.starts_with(&format!("{word} ")))
+            {
+                found(&format!("a doc comment opens with {word}; begin with a verb or a noun"));
+            }
+        }
+        if markdown && line.trim_start().starts_with("```") {
+            code = !code;
+        }
+        let table = line.trim_start().starts_with('|');
+        if markdown && !generated && !code && !table && line.chars().count() > COLUMNS {
+            found(&format!("over {COLUMNS} columns"));
+        }
+        if rust && doc(line) || markdown && !generated {
+            for (word, term) in PRIVATE_WORDS.iter().filter(|(word, _)| line.contains(word)) {
+                found(&format!("`{word}` is {term}"));
+            }
+        }
+        before = line;
     }
     findings
 }

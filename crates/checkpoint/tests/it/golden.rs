@@ -28,8 +28,8 @@ fn absmax(weight: &FourBit<'_>) -> Vec<f32> {
 fn decode(weight: &FourBit<'_>, codes: &[u8]) -> Vec<f32> {
     let layout = &weight.layout;
     let len = layout.elements().expect("small");
-    let book = weight.quant_map[..].try_into().expect("16 values");
-    dequantize(book, codes, &absmax(weight), layout.block_size, len).expect("of the layout")
+    let codebook = weight.quant_map[..].try_into().expect("16 values");
+    dequantize(codebook, codes, &absmax(weight), layout.block_size, len).expect("of the layout")
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -82,9 +82,9 @@ fn four_bits_decode_to_the_same_numbers() {
 }
 
 #[test]
-fn code_books_are_ours_bit_by_bit() {
+fn codebooks_are_ours_bit_by_bit() {
     each_four_bit(|name, weight, _| {
-        assert_eq!(bits(&weight.quant_map), bits(&format(weight).code_book()), "{name}");
+        assert_eq!(bits(&weight.quant_map), bits(&format(weight).codebook()), "{name}");
         if let Absmax::Nested(nested) = &weight.absmax {
             assert_eq!(bits(&nested.quant_map), bits(&dynamic_map()), "{name}");
         }

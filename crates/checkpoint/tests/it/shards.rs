@@ -163,11 +163,11 @@ fn released_tensors_leave_memory_and_read_again() {
         line.trim().strip_suffix(" kB")?.parse::<usize>().ok()
     };
     assert!(read());
-    let Some(most) = held() else {
+    let Some(max) = held() else {
         println!("skipped: needs /proc/self/smaps");
         return;
     };
-    assert!(most >= 4 << 10, "{most} KiB");
+    assert!(max >= 4 << 10, "{max} KiB");
     file.release("absent");
     file.release("x");
     let left = held().expect("still mapped");

@@ -36,7 +36,7 @@ fn four_bit(layout: Layout, values: &[f32]) -> FourBit<'static> {
     } else {
         Absmax::Plain(blocks.absmax.into())
     };
-    let quant_map = format.code_book().to_vec().into();
+    let quant_map = format.codebook().to_vec().into();
     FourBit { layout, codes: blocks.codes.into(), quant_map, absmax }
 }
 

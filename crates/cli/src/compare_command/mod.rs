@@ -158,7 +158,7 @@ impl<'a> Task<'a> {
                 done + part.len()
             );
             let logits = self.model.logits(on, &part.concat(), windows.size)?;
-            sum += windows.surprise(part, &logits);
+            sum += windows.negative_log_likelihood(part, &logits);
             done += part.len();
         }
         let perplexity = (sum / windows.scored(&windows.list) as f64).exp();

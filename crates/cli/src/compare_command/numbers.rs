@@ -162,20 +162,20 @@ fn log_softmax(logits: &[f32]) -> Vec<f64> {
 
 /// Returns ln(sum(exp(logits))).
 fn log_sum(logits: &[f32]) -> f64 {
-    let most = logits.iter().copied().map(f64::from).fold(f64::NEG_INFINITY, f64::max);
-    most + logits.iter().map(|logit| (f64::from(*logit) - most).exp()).sum::<f64>().ln()
+    let max = logits.iter().copied().map(f64::from).fold(f64::NEG_INFINITY, f64::max);
+    max + logits.iter().map(|logit| (f64::from(*logit) - max).exp()).sum::<f64>().ln()
 }
 
 /// Returns max|a - b| / max|a|.
 fn difference(a: &[f32], b: &[f32]) -> f64 {
     let apart = largest(a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs()));
-    let most = largest(a.iter().map(|a| f64::from(*a).abs()));
-    if apart == 0.0 { 0.0 } else { apart / most }
+    let max = largest(a.iter().map(|a| f64::from(*a).abs()));
+    if apart == 0.0 { 0.0 } else { apart / max }
 }
 
 /// Returns the largest of non-negative values; NaN if one is NaN.
 fn largest(values: impl IntoIterator<Item = f64>) -> f64 {
-    let larger = |most: f64, value: f64| if value <= most || most.is_nan() { most } else { value };
+    let larger = |max: f64, value: f64| if value <= max || max.is_nan() { max } else { value };
     values.into_iter().fold(0.0, larger)
 }
 
@@ -209,7 +209,7 @@ impl Windows {
     }
 
     /// Returns the sum of the negative log-likelihoods of these tokens in nats. `logits` follow each token of `list`.
-    pub(super) fn surprise(&self, list: &[Vec<u32>], logits: &Logits) -> f64 {
+    pub(super) fn negative_log_likelihood(&self, list: &[Vec<u32>], logits: &Logits) -> f64 {
         let (mut sum, mut begin) = (0.0, 0);
         for window in list {
             for (at, token) in window.iter().enumerate().skip(self.head.max(1)) {
@@ -305,15 +305,15 @@ mod tests {
 
     /// The three tokens have probabilities 1/2, 1/8 and 1/4, so perplexity is 4.
     #[test]
-    fn surprise_is_of_the_token_that_comes() {
+    fn negative_log_likelihood_is_of_the_token_that_comes() {
         let list = Windows::new(&[1, 0, 1, 0], &[1], 3);
         assert_eq!(list.list, [vec![1, 0, 1], vec![1, 0]]);
         let rows = [[0.5, 0.5], [0.875, 0.125], [0.9, 0.1], [0.25, 0.75], [0.9, 0.1]];
         let values: Vec<f32> = rows.iter().flat_map(|row| logs(row)).collect();
-        let sum = list.surprise(&list.list, &logits(2, &values));
+        let sum = list.negative_log_likelihood(&list.list, &logits(2, &values));
         assert!(near((sum / list.scored(&list.list) as f64).exp(), 4.0), "{sum}");
         let outside = Windows::new(&[0, 7], &[], 3);
-        assert!(outside.surprise(&outside.list, &logits(2, &values[..4])).is_nan());
+        assert!(outside.negative_log_likelihood(&outside.list, &logits(2, &values[..4])).is_nan());
     }
 
     #[test]

@@ -57,9 +57,9 @@ pub(super) struct Rate {
 impl Model<'_> {
     /// Generates greedy tokens after a prompt.
     pub(super) fn greedy(&self, on: Subject, prompt: &[u32]) -> Result<Vec<u32>, Failure> {
-        let most = self.args.max_new_tokens.to_string();
+        let max = self.args.max_new_tokens.to_string();
         let greedy = ["--temperature", "0", "--repetition-penalty", "1", "--ignore-eos"];
-        let tokens = ["--max-new-tokens", &most, "--tokens", &list(prompt)];
+        let tokens = ["--max-new-tokens", &max, "--tokens", &list(prompt)];
         let output = self.run(on, "generate", &[&greedy[..], &tokens].concat())?;
         for line in String::from_utf8_lossy(&output.stderr).lines() {
             command::note!("{on}: {line}");
@@ -89,7 +89,7 @@ impl Model<'_> {
         generated: usize,
     ) -> Result<Speed, Failure> {
         let (prompt, generated) = (prompt.to_string(), generated.to_string());
-        let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--output", "json"];
+        let tests = ["-p", &prompt, "-n", &generated, "-r", REPETITIONS, "--format", "json"];
         let output = self.run(on, "bench", &tests)?;
         Ok(speed(&output.stdout)
             .map_err(|why| format!("cannot parse the output of bench: {why}"))?)

@@ -127,14 +127,10 @@ const fn can_be_helped(why: Why) -> bool {
 /// Lists the names and values of the known quantities.
 fn measured(reading: &Reading) -> Vec<(&'static str, String)> {
     let r = reading;
-    let of =
-        |have: Option<String>, most: Option<String>, unit: &str| {
-            let have = have?;
-            Some(most.map_or_else(
-                || format!("{have} {unit}"),
-                |most| format!("{have} of {most} {unit}"),
-            ))
-        };
+    let of = |have: Option<String>, max: Option<String>, unit: &str| {
+        let have = have?;
+        Some(max.map_or_else(|| format!("{have} {unit}"), |max| format!("{have} of {max} {unit}")))
+    };
     let whole = |watts: Option<f64>| watts.map(|watts| format!("{watts:.0}"));
     let gib = |bytes: Option<u64>| bytes.map(|b| format!("{:.1}", b as f64 / f64::from(1 << 30)));
     let mhz = |mhz: Option<u32>| mhz.map(|mhz| mhz.to_string());

@@ -66,6 +66,35 @@ fn a_file_that_is_shortened_is_named() {
     assert!(said.contains("error: a file changed while it was read\nhint: "), "{said}");
 }
 
+/// Nothing is there before the first step, neither the folder nor its lock.
+#[test]
+fn a_signal_before_the_first_step_leaves_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("data.txt");
+    std::fs::write(&data, "One day a dog ran. ".repeat(20_000)).expect("written");
+    for (signal, wait) in [(Signal::SIGTERM, 150), (Signal::SIGTERM, 1000), (Signal::SIGINT, 2500)]
+    {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+            .args(["train", "--backend", "cpu", "-c", "64", "-b", "4", "--steps", "1", "--model"])
+            .arg(demo())
+            .arg("--data")
+            .arg(&data)
+            .arg("--held-out")
+            .arg(&data)
+            .arg("--output")
+            .arg(folder.path().join("adapter"))
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        thread::sleep(Duration::from_millis(wait));
+        send(signal, &child);
+        let status = child.wait().expect("it ends");
+        assert!(!status.success(), "{status}");
+        let entries = std::fs::read_dir(folder.path()).expect("a folder").count();
+        assert_eq!(entries, 1, "only the data, after {wait} ms");
+    }
+}
+
 /// A step may have billions of micro-batches.
 #[test]
 fn ctrl_c_ends_a_step_between_its_micro_batches() {

@@ -13,7 +13,7 @@ use flashover::ModelFolder;
 use crate::{demo, flashover};
 
 /// Longest time from the first write of a command to its kill.
-const MOST_MS: u64 = 1000;
+const MAX_MS: u64 = 1000;
 
 fn kills() -> u64 {
     std::env::var("FLASHOVER_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(6)
@@ -25,7 +25,7 @@ fn start(args: &[&str]) -> Child {
     command.spawn().expect("the program starts")
 }
 
-/// Kills a child at most [`MOST_MS`] after `written` returns true. The delay differs with `kill`, the number of the
+/// Kills a child at most [`MAX_MS`] after `written` returns true. The delay differs with `kill`, the number of the
 /// kill.
 fn kill(mut child: Child, written: impl Fn() -> bool, kill: u64) {
     for _ in 0..60_000 {
@@ -34,7 +34,7 @@ fn kill(mut child: Child, written: impl Fn() -> bool, kill: u64) {
         }
         sleep(Duration::from_millis(1));
     }
-    sleep(Duration::from_micros(kill * 618_034 % 1_000_000 * MOST_MS / 1000));
+    sleep(Duration::from_micros(kill * 618_034 % 1_000_000 * MAX_MS / 1000));
     child.kill().expect("it is ours");
     child.wait().expect("it is dead");
 }
@@ -50,7 +50,8 @@ fn a_killed_training_leaves_a_whole_adapter() {
     let (model, data, output) = (demo(), path("data.txt"), path("adapter"));
     fs::write(&data, "One day a dog ran. ".repeat(4)).expect("written");
     let model = model.to_str().expect("UTF-8");
-    let args = ["train", "--backend", "cpu", "-c", "8", "-b", "1", "--save-every", "1"];
+    let args =
+        ["train", "--backend", "cpu", "-c", "8", "-b", "1", "--save-every", "1", "--overwrite"];
     let args = [&args[..], &["--model", model, "--data", &data, "--output", &output]].concat();
     let opened = ModelFolder::open(model).expect("the demo");
     let config = Path::new(&output).join("adapter_config.json");

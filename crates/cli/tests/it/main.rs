@@ -4,6 +4,7 @@ mod generate;
 mod hub;
 mod interrupt;
 mod kills;
+mod limits;
 mod monitor;
 mod plan;
 mod quantize;
@@ -146,10 +147,10 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         (op("conv", &input, "cpu", ""), "unknown op"),
         (op("matmul", &input, "cpu", "rhs=diagonal"), "`rhs` does not take `diagonal`"),
         (op("matmul", &input, "cpu", "depth=1"), "unknown setting"),
-        (op("matmul", &input, "cpu", "rhs"), "key=value"),
+        (op("matmul", &input, "cpu", "rhs"), "NAME=VALUE"),
         (flashover(&[]), "\n\nerror: a command is missing\nhint: "),
         (flashover(&["conv"]), "unrecognized subcommand"),
-        (flashover(&["op", "matmul"]), "--input <INPUT>"),
+        (flashover(&["op", "matmul"]), "--input <FILE>"),
     ] {
         let text = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(2), "{text}");

@@ -18,7 +18,7 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     let said = text(&dense.stderr);
     for part in [
         "the workload does not fit: llama-3-8b with 1 sequence",
-        " with a budget of 16.00 GiB",
+        " with a budget of 15.44 GiB",
         "\nhint: ",
     ] {
         assert!(said.contains(part), "{part}: {said}");
@@ -32,7 +32,9 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     assert_eq!(four.status.code(), Some(0), "{}", text(&four.stderr));
     let plan: Value = serde_json::from_slice(&four.stdout).expect("JSON");
     assert_eq!((&plan["matrices"], &plan["workload"]["batch"]), (&"four_bit".into(), &4.into()));
-    assert_eq!(plan["total_bytes"], 16u64 << 30);
+    // A driver leaves 96.5% of the card.
+    let total = plan["total_bytes"].as_u64().expect("bytes");
+    assert_eq!(total >> 20, 15_810);
     assert!(plan["largest_batch"].as_u64() >= Some(4), "{plan}");
     // 128 bf16 values (256 bytes) become 128 bytes and a 4-byte scale. The RoPE table and the bitmap of seen tokens
     // (128256 bits) keep their size.
@@ -44,7 +46,10 @@ fn a_plan_says_what_a_model_takes_of_a_card_that_is_not_there() {
     // The reserve reduces the budget below the memory of the card.
     let less = flashover(&[&quant[..], &["--memory-reserve", "11GiB"]].concat());
     let plan: Value = serde_json::from_slice(&less.stdout).expect("JSON");
-    assert_eq!((less.status.code(), &plan["budget_bytes"]), (Some(2), &(5u64 << 30).into()));
+    assert_eq!(
+        (less.status.code(), &plan["budget_bytes"]),
+        (Some(2), &(total - (11 << 30)).into())
+    );
 }
 
 #[test]
@@ -165,7 +170,7 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
         those.filter_map(|event| event["ts"].as_f64()).fold(f64::INFINITY, f64::min)
     };
     assert!(first("ph", "C") <= first("cat", "user_annotation"), "memory is read at the start");
-    let out = flashover(&[&args[..], &["-o", "json"]].concat());
+    let out = flashover(&[&args[..], &["--format", "json"]].concat());
     let profile: Value = serde_json::from_slice(&out.stdout).expect("JSON");
     assert!(profile["operators"][0]["share_of_ceiling"].as_f64() > Some(0.0), "{profile}");
     // A trace of `generate` has the same format.
@@ -252,7 +257,7 @@ fn batches_that_grow_stay_within_a_budget() {
     let model = model.to_str().expect("UTF-8");
     let limit = 32 << 20;
     let args = ["bench", "--model", model, "--backend", "cpu", "-p", "0", "-n", "4", "-r", "1"];
-    let search = ["-b", "30", "--find-batch", "48", "-o", "jsonl", "--memory-limit", "32MiB"];
+    let search = ["-b", "30", "--find-batch", "48", "--format", "jsonl", "--memory-limit", "32MiB"];
     let out = flashover(&[&args[..], &search].concat());
     assert!(out.status.success(), "{}", text(&out.stderr));
     let held: Vec<u64> = text(&out.stdout)

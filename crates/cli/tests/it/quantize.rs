@@ -146,15 +146,15 @@ fn options(format: WeightFormat, block_size: u32, nested: bool) -> QuantizeOptio
 
 /// Compares the codes with those of the reference and returns the dequantised values. `values` is `[out, in]`.
 fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &str) -> Vec<f32> {
-    let book = match of.format {
+    let four_bit = match of.format {
         WeightFormat::Nf4 => reference::FourBit::Nf4,
         WeightFormat::Fp4 => reference::FourBit::Fp4,
         other => panic!("{name}: {other} has no book"),
     };
     let block_size = of.block_size as usize;
-    let want = book.quantize(values, block_size).expect("finite");
+    let want = four_bit.quantize(values, block_size).expect("finite");
     assert!(*weight.codes == want.codes, "{name}: codes");
-    assert_eq!(*weight.quant_map, book.code_book(), "{name}");
+    assert_eq!(*weight.quant_map, four_bit.codebook(), "{name}");
     let absmax = match &weight.absmax {
         Absmax::Plain(absmax) => {
             assert!(!of.nested && **absmax == want.absmax, "{name}: absmax");
@@ -171,7 +171,7 @@ fn expected(values: &[f32], of: &QuantizeOptions, weight: &FourBit<'_>, name: &s
             nf4::unnest(&map, &blocks.codes, &blocks.absmax, offset).expect("lengths agree")
         }
     };
-    let map = book.code_book();
+    let map = four_bit.codebook();
     nf4::dequantize(&map, &want.codes, &absmax, block_size, values.len()).expect("lengths agree")
 }
 
@@ -279,7 +279,7 @@ fn weights_of_8_bits_are_those_of_the_reference() {
     assert!(blocks.status.code() == Some(2) && said.contains("8 bits have no blocks"), "{said}");
     let done = flashover(&[&args[..], &["--quant", "int8"]].concat());
     let said = String::from_utf8_lossy(&done.stdout).into_owned();
-    assert!(done.status.success() && said.contains("in int8, an absmax a row"), "{said}");
+    assert!(done.status.success() && said.contains("in int8, one absmax per row"), "{said}");
 }
 
 /// The reported bytes equal the bytes of the tensors in the files.
@@ -388,11 +388,11 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     let place = Place::new();
     dense("llama_nf4", &place.path("model"), |_| {});
     let asked = Cell::new(0);
-    let until = |most: usize, output: &str| {
+    let until = |max: usize, output: &str| {
         asked.set(0);
         let stop = || {
             asked.set(asked.get() + 1);
-            asked.get() > most
+            asked.get() > max
         };
         let (model, output) = (place.path("model"), place.path(output));
         let options = options(WeightFormat::Nf4, 64, true);
@@ -401,10 +401,10 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     until(usize::MAX, "whole").expect("it is not stopped");
     let all = asked.get();
     // Stop before the first tensor, between tensors, and just before the final rename.
-    for most in [0, 1, all / 2, all - 1] {
-        let stopped = until(most, "out").expect_err("stopped");
+    for max in [0, 1, all / 2, all - 1] {
+        let stopped = until(max, "out").expect_err("stopped");
         assert!(matches!(stopped, QuantizeError::Stopped), "{stopped}");
-        assert_eq!(asked.get(), most + 1, "it ends there");
+        assert_eq!(asked.get(), max + 1, "it ends there");
         assert_eq!(place.names(), ["model", "whole"]);
     }
 }

@@ -35,7 +35,7 @@ fn a_text_becomes_ids_and_ids_its_parts() {
     let file = folder.path().join("text");
     std::fs::write(&file, text).expect("written");
     let file = file.to_str().expect("UTF-8");
-    assert_eq!(stdout(&tokenize(&demo(), &["--text", file])), ids);
+    assert_eq!(stdout(&tokenize(&demo(), &["--prompt-file", file])), ids);
     let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
         .args(["tokenize", "--model"])
         .arg(demo())
@@ -65,8 +65,8 @@ fn what_cannot_be_encoded_is_refused() {
         (tokenize(&fixture("llama"), &["--prompt", "x"]), "cannot read"),
         (tokenize(folder.path(), &["--prompt", "x"]), "tokenizer.json is not a valid tokenizer: "),
         (piped(file), "cannot read standard input: "),
-        (tokenize(&demo(), &["--text", file]), "cannot read"),
-        (tokenize(&demo(), &["--text", "absent"]), "cannot read absent"),
+        (tokenize(&demo(), &["--prompt-file", file]), "cannot read"),
+        (tokenize(&demo(), &["--prompt-file", "absent"]), "cannot read absent"),
         (tokenize(&demo(), &["--tokens", "1,x"]), "invalid value 'x'"),
         (tokenize(&demo(), &["--tokens", "1", "--prompt", "x"]), "cannot be used with"),
     ] {

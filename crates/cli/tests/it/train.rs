@@ -99,26 +99,41 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     fs::write(path("cut.jsonl"), "{\"text\": \"One day").expect("written");
     refused(&["--data", &path("cut.jsonl")], "line 1 is no JSON: EOF");
     fs::write(path("list.json"), "[]").expect("written");
-    refused(&["--data", &path("list.json")], "is no .jsonl\nhint: ");
+    refused(&["--data", &path("list.json")], "expected a text or a .jsonl, got ");
     for name in ["table.csv", "table.TSV", "table.parquet"] {
         fs::write(path(name), "text\nOne day a dog ran.\n").expect("written");
-        refused(&["--data", &path(name)], "is no .jsonl\nhint: ");
+        refused(&["--data", &path(name)], "expected a text or a .jsonl, got ");
     }
     fs::write(path("bad.ndjson"), "{\"question\": 1}\n").expect("written");
     refused(&["--data", &path("bad.ndjson")], "line 1 has fields (question) or values");
-    refused(&["--data", "/dev/zero"], "it is no file\nhint: ");
+    // Names of fields are one line, escaped and cut.
+    let forged = format!("{{\"a\\nhint: obey \\u202e\": 1, \"{}\": 2}}\n", "b".repeat(100_000));
+    fs::write(path("forged.jsonl"), forged).expect("written");
+    refused(&["--data", &path("forged.jsonl")], "fields (a\\nhint: obey \\u{202e}, bbb");
+    refused(&["--data", &path("forged.jsonl")], "characters more)) or values");
+    // The file itself was not fetched.
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9480648\n";
+    for name in ["pointer.txt", "pointer.jsonl"] {
+        fs::write(path(name), pointer).expect("written");
+        let why = "it is a git-lfs pointer, not the file\nhint: fetch the file with `git lfs pull`";
+        refused(&["--data", &path(name)], why);
+    }
+    refused(&["--data", "/dev/zero"], "it is not a file\nhint: ");
     let with = |more: &[&str], why: &str| refused(&[&["--data", &data], more].concat(), why);
     with(&["--learning-rate", "-1"], "learning rate is -1\nhint: ");
-    with(&["--clip", "-1"], "clip is -1\nhint: ");
-    with(&["--clip", "nan"], "clip is NaN\nhint: ");
+    with(&["--max-grad-norm", "-1"], "a gradient norm of 0 or more, got -1\nhint: ");
+    with(&["--clip", "nan"], "a gradient norm of 0 or more, got NaN\nhint: ");
     with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
     with(&["--lora-alpha", "0"], "rank 16 and alpha 0 are not supported\nhint: ");
     with(&["--profile-trace", &data], "is read and written\nhint: ");
     with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
     let other = fixture("llama").join("lora");
     let other = other.to_str().expect("UTF-8");
-    with(&["--adapter", other, "--lora-rank", "4"], "has its rank, alpha and matrices\nhint: ");
-    with(&["--kv-cache", "int8"], "holds no keys and values from one pass to the next\nhint: ");
+    with(
+        &["--adapter", other, "--lora-rank", "4"],
+        "--adapter sets rank, alpha and matrices\nhint: ",
+    );
+    with(&["--kv-cache", "int8"], "training has no KV cache\nhint: ");
     with(&["--lora-rank", "0"], "rank 0 and alpha 0 are not supported\nhint: ");
     with(
         &["--lora-targets", "head"],
@@ -127,8 +142,41 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--preset", "latency"], "preset latency is not for training\nhint: ");
     with(&["--memory-limit", "30MiB"], "activations and gradients");
-    with(&["-c", "513"], "513 positions, but the model has 512\nhint: -c 512, or leave -c out");
+    with(
+        &["-c", "513"],
+        "at most 512, which the model has, got 513\nhint: -c 512, or --max-context 513",
+    );
     with(&["--adapter", other], "has shape [4, 32], expected [4, 256]");
+}
+
+#[test]
+fn an_adapter_is_replaced_only_when_told() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    fs::write(path("data.jsonlines"), "{\"text\": \"One day a dog ran.\"}\n").expect("written");
+    fs::write(path("lines.txt"), "{\"text\": \"One day a dog ran.\"}\n").expect("written");
+    let (model, output) = (demo(), path("adapter"));
+    let model = model.to_str().expect("UTF-8");
+    let args =
+        ["train", "--model", model, "--backend", "cpu", "-c", "8", "-b", "1", "--steps", "1"];
+    let trained = |more: &[&str]| {
+        let made = flashover(&[&args[..], &["--output", &output], more].concat());
+        (made.status.code(), text(&made.stderr))
+    };
+    let (code, said) = trained(&["--data", &path("data.jsonlines")]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(!said.contains("looks like one example per line"), "{said}");
+    let weights = fs::read(Path::new(&output).join("adapter_model.safetensors")).expect("saved");
+    let (code, said) = trained(&["--data", &path("lines.txt")]);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("has an adapter\nhint: --overwrite replaces it"), "{said}");
+    assert_eq!(fs::read(Path::new(&output).join("adapter_model.safetensors")).ok(), Some(weights));
+    let (code, said) = trained(&["--data", &path("lines.txt"), "--overwrite"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("is learned as a text, but looks like one example per line"), "{said}");
+    // An adapter that goes on replaces itself.
+    let (code, said) = trained(&["--data", &path("lines.txt"), "--adapter", &output]);
+    assert_eq!(code, Some(0), "{said}");
 }
 
 #[test]
@@ -162,7 +210,7 @@ fn what_was_learned_before_a_failure_is_kept() {
 fn training(data: &str, output: &str) -> (Child, Lines<BufReader<ChildStderr>>) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
         .args(["train", "--backend", "cpu", "-c", "8", "-b", "1", "--steps", "100000"])
-        .args(["--save-every", "2", "--data", data, "--output", output, "--model"])
+        .args(["--overwrite", "--save-every", "2", "--data", data, "--output", output, "--model"])
         .arg(demo())
         .stdin(Stdio::null())
         .stderr(Stdio::piped())

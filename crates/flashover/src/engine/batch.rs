@@ -98,15 +98,15 @@ impl Engine {
             }
         }
         let all = self.0.reader.workload(asked, completions);
-        let room = all.context;
-        if !self.0.reader.decodes_together(room) {
-            return self.one_by_one(asked, completions, room, &mut seen);
+        let context = all.context;
+        if !self.0.reader.decodes_together(context) {
+            return self.one_by_one(asked, completions, context, &mut seen);
         }
         let _grant = self.admit(all)?;
         let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
-            let _at_work = ops::at_work();
-            let mut session = Session::within(self.clone(), room)?;
+            let _stream_guard = ops::stream_guard();
+            let mut session = Session::within(self.clone(), context)?;
             let after = session.prefill(tokens, false)?;
             for completion in 0..completions {
                 growing.push(self.growing(tokens, request, [prompt, completion])?);
@@ -115,9 +115,9 @@ impl Engine {
             caches.push((session.into_parts().0, completions));
         }
         if !growing.is_empty() {
-            let at_work = ops::at_work();
+            let stream_guard = ops::stream_guard();
             let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
-            drop(at_work);
+            drop(stream_guard);
             let cache = self.checked_cache(cache)?;
             self.precompile(&cache, 0, true)?;
             self.grow(&mut growing, cache, logits, &mut seen)?;
@@ -133,7 +133,7 @@ impl Engine {
         &self,
         asked: &[(&[u32], &Request)],
         completions: usize,
-        room: usize,
+        context: usize,
         seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
     ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         let mut cancelled = false;
@@ -143,7 +143,7 @@ impl Engine {
                 own.cancel(self)?;
                 return Ok(own.completion());
             }
-            let mut session = self.session(room)?;
+            let mut session = self.session(context)?;
             let logits = session.prefill(tokens, true)?;
             let mut own = [self.growing(tokens, request, place)?];
             let (cache, _grant) = session.into_parts();

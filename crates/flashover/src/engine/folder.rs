@@ -283,19 +283,19 @@ impl Reader {
     pub(super) fn context_length(&self, prompt: usize, request: &Request) -> usize {
         const USUAL: usize = 8192;
         const AT_LEAST: usize = 1024;
-        let most = self.config.context().unwrap_or(usize::MAX);
+        let max_context = self.config.context().unwrap_or(usize::MAX);
         let wanted = match request.max_new_tokens {
             Some(more) => prompt.saturating_add(more),
             None => prompt.saturating_add(AT_LEAST).max(USUAL).min(self.config.max_seq),
         };
         // A prompt that is too long stays as it is, so that prefill reports the error.
-        wanted.min(most).max(prompt)
+        wanted.min(max_context).max(prompt)
     }
 
     pub(super) fn workload(&self, asked: &[(&[u32], &Request)], completions: usize) -> Workload {
-        let rooms =
+        let contexts =
             asked.iter().map(|(prompt, request)| self.context_length(prompt.len(), request));
-        let context = rooms.max().unwrap_or(0);
+        let context = contexts.max().unwrap_or(0);
         if !self.decodes_together(context) {
             return Workload::new(1, context);
         }

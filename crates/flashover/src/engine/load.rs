@@ -8,7 +8,7 @@ use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
 use super::pages::Pages;
-use super::precompile::{Ahead, Precompiled};
+use super::precompile::{Precompilation, Precompiled};
 use super::sampler;
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
@@ -69,13 +69,13 @@ impl Engine {
         let load = &prepared.load;
         let outline = |ctx: &Ctx| Decoder::outline(&weights, adapter, &on, ctx, load);
         let sampling = sampler::rehearse(!reader.absent.is_empty());
-        let ahead = Ahead::start(outline, &ctx, &on, options, sampling)?;
+        let precompilation = Precompilation::start(outline, &ctx, &on, options, sampling)?;
         let progress = |Loading { done, parts }: Loading| {
-            progress(LoadProgress { done, parts, kernels: ahead.kernels });
+            progress(LoadProgress { done, parts, kernels: precompilation.kernels });
         };
         let decoder = Decoder::load_adapted(&weights, adapter, &on, ctx, load, progress)?;
-        ahead.finish();
-        Self::settled(Inner {
+        precompilation.finish();
+        Self::finish_loading(Inner {
             reader,
             device: device.clone(),
             decoder,
@@ -107,7 +107,7 @@ impl Engine {
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let Prepared { planned, load } = prepared;
         let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
-        Self::settled(Inner {
+        Self::finish_loading(Inner {
             reader: Reader::of_shape(shape, planned.config.clone()),
             device: device.clone(),
             decoder,
@@ -119,7 +119,7 @@ impl Engine {
     }
 
     /// Checks the allocations of a loaded engine, and frees the memory that only loading needed.
-    fn settled(loaded: Inner) -> Result<Self, LoadError> {
+    fn finish_loading(loaded: Inner) -> Result<Self, LoadError> {
         let engine = Self(Arc::new(loaded));
         let allocated = engine.decoder().check_allocation();
         allocated.map_err(|why| engine.allocation_error::<LoadError>(why))?;

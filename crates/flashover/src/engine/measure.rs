@@ -67,7 +67,7 @@ impl Ceilings {
     /// # Errors
     /// [`DeviceError`] if the device fails.
     pub fn measure(engine: &Engine) -> Result<Self, DeviceError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let device = &engine.0.device;
         let failed = |e: TimingError| engine.failed(e.to_string());
         // As in the bench's tables, p10: close to the best, and independent of a single sample.

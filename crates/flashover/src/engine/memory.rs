@@ -77,7 +77,7 @@ impl Engine {
     ) -> Result<(KvCache, Option<Grant>), GenerateError> {
         // A context longer than the model's is reported by the decoder.
         let grant = match self.config().context() {
-            Some(most) if context > most => None,
+            Some(max) if context > max => None,
             _ => self.admit(Workload::new(batch, context))?,
         };
         Ok((self.cache_within(batch, context)?, grant))
@@ -89,7 +89,7 @@ impl Engine {
         batch: usize,
         context: usize,
     ) -> Result<KvCache, GenerateError> {
-        if self.config().context().is_none_or(|most| context <= most) {
+        if self.config().context().is_none_or(|max| context <= max) {
             let parts = self.0.planned.footprint(&Workload::new(batch, context))?;
             self.give_back_more_than(parts.kept() + parts.transient())?;
             self.reserve_page(parts.activations + parts.workspace)?;
@@ -111,8 +111,8 @@ impl Engine {
         const PAGES: u128 = 8 << 20;
         let MemoryUsage { used_bytes, reserved_bytes, .. } = self.memory();
         let left = u128::from(reserved_bytes.saturating_sub(used_bytes));
-        let most = self.0.planned.usable_bytes();
-        let over = most.is_some_and(|most| u128::from(reserved_bytes) + bytes > most.into());
+        let max = self.0.planned.usable_bytes();
+        let over = max.is_some_and(|max| u128::from(reserved_bytes) + bytes > max.into());
         match left > bytes + PAGES || (left > 0 && over) {
             true => self.clear_cache(),
             false => Ok(()),
@@ -121,17 +121,17 @@ impl Engine {
 
     /// Allocates one page of `bytes` in this thread's pool. Pages that grow with use would leave smaller pages behind.
     pub(crate) fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let client = self.0.device.client();
-        let most = client.properties().memory.max_page_size;
-        let Ok(bytes) = usize::try_from(bytes.min(most.into())) else { return Ok(()) };
+        let max = client.properties().memory.max_page_size;
+        let Ok(bytes) = usize::try_from(bytes.min(max.into())) else { return Ok(()) };
         let page = client.empty(bytes);
         client.check([&page]).map_err(|why| self.failed(format!("{why:?}")))
     }
 
     /// Downloads a tensor.
     pub(crate) fn on_host(&self, made: Tensor<2>) -> Result<Vec<f32>, DeviceError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let data = made.try_into_data().map_err(|why| self.failed(format!("{why:?}")))?;
         data.try_to_vec::<f32>().map_err(|why| self.failed(format!("{why:?}")))
     }

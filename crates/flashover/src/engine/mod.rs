@@ -84,7 +84,7 @@ impl Engine {
     /// Returns the name of the compute dtype, and the name of the weight format if weights have 4 or 8 bits.
     pub fn precision(&self) -> (String, Option<String>) {
         let precision = self.0.decoder.precision();
-        let quant = precision.matrices.map(|format| format.info().held_as.to_owned());
+        let quant = precision.weight_format.map(|format| format.info().precision_name.to_owned());
         (compute_name(precision), quant)
     }
 

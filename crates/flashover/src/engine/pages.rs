@@ -10,7 +10,7 @@ pub(super) struct Pages(pub(super) Device);
 impl Pages {
     /// Returns the pages without a live buffer to the device.
     pub(super) fn give_back(&self) -> Result<(), String> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         // Running kernels keep their operands alive.
         on_burn(&self.0).sync().map_err(|why| format!("{why:?}"))?;
         // Updates the peak.

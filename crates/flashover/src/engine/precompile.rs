@@ -44,13 +44,13 @@ impl Engine {
 
 /// A thread that compiles the kernels of the first generation while weights load.
 #[derive(Default)]
-pub(super) struct Ahead {
+pub(super) struct Precompilation {
     compiling: Option<JoinHandle<()>>,
     /// Number of kernels to compile.
     pub(super) kernels: usize,
 }
 
-impl Ahead {
+impl Precompilation {
     /// Starts the thread if `workload` is a generation. It compiles a prefill of one sequence, and the decode step if
     /// the workload is one sequence. `outline` returns the model without its weights; `sampling` samples from its
     /// logits.

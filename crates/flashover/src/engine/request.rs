@@ -34,12 +34,12 @@ pub enum FinishReason {
 
 impl Request {
     /// Returns the finish reason of a generation that returned `given` tokens, if it must end. `seen` counts the prompt
-    /// too. `room` is the context length.
-    pub(super) fn end(&self, given: usize, seen: usize, room: usize) -> Option<FinishReason> {
+    /// too. `context` is the context length.
+    pub(super) fn end(&self, given: usize, seen: usize, context: usize) -> Option<FinishReason> {
         match self.max_new_tokens {
-            Some(most) if given >= most => Some(FinishReason::Length),
+            Some(max) if given >= max => Some(FinishReason::Length),
             // The last token is returned although nothing can follow it.
-            _ => (seen > room).then_some(FinishReason::Context),
+            _ => (seen > context).then_some(FinishReason::Context),
         }
     }
 }

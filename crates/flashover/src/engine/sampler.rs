@@ -22,7 +22,7 @@ pub(super) struct Sampler {
 impl Sampler {
     /// Returns a sampler for sequences with these settings and tokens so far.
     pub(super) fn new(engine: &Engine, sequences: &[(Sampling, &[u32])]) -> Self {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let words = engine.config().vocab.div_ceil(32);
         let absent = engine.absent();
         let rows = sequences.len() + usize::from(!absent.is_empty());
@@ -37,7 +37,7 @@ impl Sampler {
         // The masks live as long as the sequences, so they stay out of the pools of activations.
         let seen = device.memory_persistent_allocations(bits, |bits| {
             let len = bits.len();
-            words_on(device, bits, [len])
+            u32_tensor(device, bits, [len])
         });
         Self { sampling, seen }
     }
@@ -49,14 +49,14 @@ impl Sampler {
         logits: Tensor<2>,
         places: &[Place],
     ) -> Result<Vec<Token>, GenerateError> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let _first = trace::first(|| "sampling");
         let _part = trace::span(|| "sampling");
         let rows = self.sampling.iter().zip(places);
         let words: Vec<u32> =
             rows.flat_map(|(sampling, place)| sampling.choice(*place).words()).collect();
         let shape = [places.len(), words.len() / places.len()];
-        let choices = words_on(engine.decoder().device(), words, shape);
+        let choices = u32_tensor(engine.decoder().device(), words, shape);
         let ctx = engine.decoder().ctx();
         let made =
             ops::sample(ctx, logits, choices, self.seen.clone()).map_err(models::Error::from)?;
@@ -76,15 +76,19 @@ pub(super) fn rehearse(masked: bool) -> impl Fn(&Ctx, Tensor<2>) -> Result<(), O
     move |ctx, logits| {
         let ([rows, vocab], device) = (logits.dims(), logits.device());
         let choice = Sampling::default().choice(Place { position: 0, completion: 0 }).words();
-        let choices = words_on(&device, choice.repeat(rows), [rows, choice.len()]);
+        let choices = u32_tensor(&device, choice.repeat(rows), [rows, choice.len()]);
         let words = (rows + usize::from(masked)) * vocab.div_ceil(32);
-        let seen = words_on(&device, vec![0; words], [words]);
+        let seen = u32_tensor(&device, vec![0; words], [words]);
         ops::sample(ctx, logits, choices, seen).map(drop)
     }
 }
 
 /// Uploads words.
-fn words_on<const D: usize>(device: &Device, words: Vec<u32>, shape: [usize; D]) -> Tensor<D, Int> {
+fn u32_tensor<const D: usize>(
+    device: &Device,
+    words: Vec<u32>,
+    shape: [usize; D],
+) -> Tensor<D, Int> {
     let words: Vec<i32> = words.into_iter().map(u32::cast_signed).collect();
     Tensor::from_data(TensorData::new(words, shape), (device, DType::I32))
 }

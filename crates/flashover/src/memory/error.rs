@@ -12,13 +12,13 @@ pub enum PlanError {
     #[error(
         "the workload needs a buffer of {}, but the device allows at most {}\nhint: use a shorter context or fewer \
          sequences; for a weight that is too large, use another model or another `Backend` (--backend vulkan, cuda or \
-         cpu)", formatted(*need), formatted(*most)
+         cpu)", formatted(*need), formatted(*max)
     )]
     Buffer {
         /// Bytes of the buffer: a weight, the keys of a layer, or activations.
         need: u64,
         /// Bytes of the device's largest buffer.
-        most: u64,
+        max: u64,
     },
     /// A limit, a fraction, a batch or a context is out of range.
     #[error("{name} is {value}\nhint: use a number {range}")]

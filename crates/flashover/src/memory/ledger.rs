@@ -91,14 +91,14 @@ impl Ledger {
 
 impl Entries {
     fn others(&self, own: Option<u64>) -> Others {
-        let (mut kept, mut most) = (0, HashMap::<ThreadId, u128>::new());
+        let (mut kept, mut max) = (0, HashMap::<ThreadId, u128>::new());
         for (_, (thread, need)) in self.live.iter().filter(|(entry, _)| Some(**entry) != own) {
             kept += need.kept;
-            let most = most.entry(*thread).or_default();
-            *most = need.transient.max(*most);
+            let max = max.entry(*thread).or_default();
+            *max = need.transient.max(*max);
         }
-        let here = most.remove(&thread::current().id()).unwrap_or_default();
-        Others { kept, here, elsewhere: most.into_values().sum() }
+        let here = max.remove(&thread::current().id()).unwrap_or_default();
+        Others { kept, here, elsewhere: max.into_values().sum() }
     }
 }
 

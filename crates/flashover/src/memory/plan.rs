@@ -29,7 +29,7 @@ pub struct Plan {
     /// Name of the compute dtype, such as `bf16` or `tf32`.
     pub dtype: String,
     /// Weight format of the layers; none for dense weights.
-    pub matrices: Option<WeightFormat>,
+    pub weight_format: Option<WeightFormat>,
     /// Format of the KV cache.
     pub kv: KvFormat,
     /// Bytes of the weights.
@@ -103,7 +103,7 @@ impl Plan {
 
     /// Returns the names of compute dtype and weight format.
     pub fn precision(&self) -> String {
-        match self.matrices {
+        match self.weight_format {
             None => self.dtype.clone(),
             Some(format) => format!("{} over {} bits", self.dtype, format.bits()),
         }
@@ -135,7 +135,7 @@ impl Plan {
             _ if shared > 0 => "use fewer completions or fewer new tokens".to_owned(),
             _ => "use a larger budget or a smaller model".to_owned(),
         };
-        match (self.matrices, &*self.dtype) {
+        match (self.weight_format, &*self.dtype) {
             (None, "f32" | "tf32") => {
                 format!(
                     "{fitting}; bf16 (--dtype bf16) takes half of f32, if the device supports it"
@@ -209,7 +209,7 @@ impl fmt::Display for Plan {
 }
 
 /// Returns the name of a weight format in a plan's JSON. All 4-bit formats share one name.
-fn matrices_name(format: Option<WeightFormat>) -> &'static str {
+fn weight_format_name(format: Option<WeightFormat>) -> &'static str {
     match format {
         None => "dense",
         Some(format) if format.bits() == 4 => "four_bit",
@@ -232,7 +232,7 @@ impl Serialize for Plan {
             map.serialize_entry("rank", &training.lora.rank)?;
         }
         map.serialize_entry("dtype", &self.dtype)?;
-        map.serialize_entry("matrices", &matrices_name(self.matrices))?;
+        map.serialize_entry("matrices", &weight_format_name(self.weight_format))?;
         if training.is_none() {
             map.serialize_entry("kv", &self.kv)?;
         }

@@ -30,9 +30,9 @@ const MAX_POSITIONS: usize = 1 << 24;
 impl PlannedModel {
     /// Returns this model with each smaller weight format, and the format's name.
     fn quantized(&self) -> impl Iterator<Item = (&'static str, Self)> {
-        let bits = self.precision.matrices.map_or(16, WeightFormat::bits);
+        let bits = self.precision.weight_format.map_or(16, WeightFormat::bits);
         WeightFormat::smaller_than(bits).map(|format| {
-            let precision = ModelPrecision { matrices: Some(format), ..self.precision };
+            let precision = ModelPrecision { weight_format: Some(format), ..self.precision };
             let weights = self.config.loaded_bytes(precision);
             (format.name(), Self { precision, weights, ..self.clone() })
         })
@@ -47,7 +47,7 @@ impl PlannedModel {
     }
 
     fn memory_profile(&self) -> MemoryProfile {
-        MemoryProfile::new(&self.device, self.precision.dtype, self.precision.matrices)
+        MemoryProfile::new(&self.device, self.precision.dtype, self.precision.weight_format)
     }
 
     /// Returns the usable bytes.
@@ -71,14 +71,13 @@ impl PlannedModel {
     /// [`PlanError::Buffer`].
     pub(crate) fn check_buffers(&self, workload: &Workload) -> Result<(), PlanError> {
         // Training has no KV cache, and weights are checked when they load.
-        let Some(most) = self.device.max_buffer_bytes.filter(|_| workload.training.is_none())
-        else {
+        let Some(max) = self.device.max_buffer_bytes.filter(|_| workload.training.is_none()) else {
             return Ok(());
         };
         let (config, profile) = (&self.config, self.memory_profile());
         let need = config.largest_buffer_bytes(self.precision, workload, profile);
-        let refused = PlanError::Buffer { need: narrowed(need), most };
-        if need > most.into() { Err(refused) } else { Ok(()) }
+        let refused = PlanError::Buffer { need: narrowed(need), max };
+        if need > max.into() { Err(refused) } else { Ok(()) }
     }
 
     /// Refuses numbers out of range, and workloads that the model or the backend does not support.
@@ -98,7 +97,7 @@ impl PlannedModel {
             let range = "up to 65535, the limit of a kernel launch";
             return Err(PlanError::Budget { name: "batch", value: batch.to_string(), range });
         }
-        if let Some(max_seq) = self.config.context().filter(|most| context > *most) {
+        if let Some(max_seq) = self.config.context().filter(|max| context > *max) {
             return Err(models::Error::Context { need: context, max_seq }.into());
         }
         let bf16 = self.precision.dtype == FloatDType::BF16;
@@ -123,7 +122,7 @@ impl PlannedModel {
         };
         let fits = |workload| fitting_bytes(self, &workload).is_some();
         // The number of shared positions holds only for this batch and context.
-        let known = |most: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| most);
+        let known = |max: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| max);
         let context = self.config.context().unwrap_or(MAX_POSITIONS).min(MAX_POSITIONS);
         let with_batch = |batch| Workload { batch, ..workload.clone() };
         let with_context = |context| Workload { context, ..workload.clone() };
@@ -134,7 +133,7 @@ impl PlannedModel {
             reserve_bytes: self.budget.reserve_bytes,
             budget_bytes,
             dtype: compute_name(self.precision),
-            matrices: self.precision.matrices,
+            weight_format: self.precision.weight_format,
             kv: self.precision.kv,
             weights_bytes: narrowed(parts.weights),
             cache_bytes: narrowed(parts.kv_cache),
@@ -159,9 +158,9 @@ fn narrowed(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// Returns the largest number up to `most` for which `fits` is true; 0 if none. `fits` must be monotone.
-fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
-    let (mut fitting, mut not) = (0, most + 1);
+/// Returns the largest number up to `max` for which `fits` is true; 0 if none. `fits` must be monotone.
+fn largest(max: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let (mut fitting, mut not) = (0, max + 1);
     while not - fitting > 1 {
         let middle = fitting + (not - fitting) / 2;
         match fits(middle) {

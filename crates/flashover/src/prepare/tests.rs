@@ -70,7 +70,7 @@ fn what_no_buffer_holds_is_refused() {
     };
     let refused = of("llama-3-8b", 64).expect_err("its embedding has a GiB");
     assert!(
-        matches!(refused, LoadError::Plan(PlanError::Buffer { most: 134_217_728, .. })),
+        matches!(refused, LoadError::Plan(PlanError::Buffer { max: 134_217_728, .. })),
         "{refused}"
     );
     let said = refused.to_string();

@@ -11,13 +11,13 @@ const CHUNK: usize = 1 << 16;
 
 /// Partial sums of the errors.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Sums {
+pub(super) struct ErrorSums {
     squared_error: f64,
     squared_norm: f64,
     largest: f64,
 }
 
-impl Sums {
+impl ErrorSums {
     pub(super) fn add(&mut self, other: &Self) {
         self.squared_error += other.squared_error;
         self.squared_norm += other.squared_norm;
@@ -34,15 +34,15 @@ impl Sums {
 
 /// Compares values of `dtype` with the weight quantised from them; none for a dense weight. The weight is dequantised
 /// as in bitsandbytes, in f32, without rounding to the dtype. All other arithmetic is f64.
-pub(super) fn compare(values: &[u8], dtype: DType, weight: &Weight<'_>) -> Option<Sums> {
+pub(super) fn compare(values: &[u8], dtype: DType, weight: &Weight<'_>) -> Option<ErrorSums> {
     weight.decoder().map(|decoded| sums(values, dtype, decoded))
 }
 
 /// Returns the sums over all values, where `decoded` dequantises one value.
-fn sums(values: &[u8], dtype: DType, decoded: impl Fn(usize) -> f32 + Sync) -> Sums {
+fn sums(values: &[u8], dtype: DType, decoded: impl Fn(usize) -> f32 + Sync) -> ErrorSums {
     let size = dtype.size();
     let chunk = |(chunk, values): (usize, &[u8])| {
-        let mut sums = Sums::default();
+        let mut sums = ErrorSums::default();
         for (i, value) in values.chunks_exact(size).enumerate() {
             let value = number(value, dtype);
             let error = value - f64::from(decoded(chunk * CHUNK + i));
@@ -52,8 +52,8 @@ fn sums(values: &[u8], dtype: DType, decoded: impl Fn(usize) -> f32 + Sync) -> S
         }
         sums
     };
-    let chunks: Vec<Sums> = values.par_chunks(CHUNK * size).enumerate().map(chunk).collect();
-    chunks.iter().fold(Sums::default(), |mut all, sums| {
+    let chunks: Vec<ErrorSums> = values.par_chunks(CHUNK * size).enumerate().map(chunk).collect();
+    chunks.iter().fold(ErrorSums::default(), |mut all, sums| {
         all.add(sums);
         all
     })

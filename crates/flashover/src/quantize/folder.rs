@@ -1,4 +1,4 @@
-//! The files around the weights, and the folder that all of it becomes.
+//! The files next to the weights, and the output folder.
 
 use std::fs;
 use std::io;
@@ -11,11 +11,11 @@ use quant::WeightFormat;
 
 use super::{QuantizeError, QuantizeOptions};
 
-/// A folder that may be made of a model: absent or empty, and outside of the model's own.
+/// A valid output folder: absent or empty, and outside of the model's folder.
 pub(super) struct Target(PathBuf);
 
 impl Target {
-    /// Finds out whether `output` may be made of `model`.
+    /// Checks that `output` is valid for the folder `model`.
     pub(super) fn new(model: &Path, output: &Path) -> Result<Self, QuantizeError> {
         let shown = output.display();
         let refused = |why: &str| Err(QuantizeError::Output(format!("{shown} {why}")));
@@ -45,13 +45,13 @@ impl Target {
         Ok(Self(output))
     }
 
-    /// Begins the folder, which goes away unless it is finished.
+    /// Creates the folder, which is removed unless it is finished.
     pub(super) fn begin(self) -> Result<Staged, QuantizeError> {
         Ok(Staged::begin(self.0)?)
     }
 }
 
-/// `config.json` with what transformers writes of weights in 4 or 8 bits, and otherwise as it was, digit by digit.
+/// Returns `config.json` with the `quantization_config` that transformers writes; all other text is unchanged.
 pub(super) fn config(
     model: &Path,
     compute_dtype: &str,
@@ -66,7 +66,7 @@ pub(super) fn config(
     if value.get(field).is_some_and(|value| !value.is_null()) {
         return Err(QuantizeError::Quantized { what: format!("the model ({FILE}: `{field}`)") });
     }
-    // Of 8 bits it writes what it would have of 4.
+    // For 8 bits, transformers also writes the fields of 4 bits.
     let four = options.format.bits() == 4;
     let quant_type = if four { options.format } else { WeightFormat::Fp4 };
     let quantization = json!({
@@ -78,7 +78,7 @@ pub(super) fn config(
         "bnb_4bit_use_double_quant": four && options.nested,
         "llm_int8_enable_fp32_cpu_offload": false,
         "llm_int8_has_fp16_weight": false,
-        // Besides the output projection, which it always skips.
+        // Also the output projection, which bitsandbytes always skips.
         "llm_int8_skip_modules": null,
         "llm_int8_threshold": 6.0,
         "load_in_4bit": four,
@@ -88,7 +88,7 @@ pub(super) fn config(
     Ok(with_field(&text, field, &quantization))
 }
 
-/// A JSON object with one more field, its last, which counts where it was there before.
+/// Adds a field at the end of a JSON object; it overrides an earlier one of the same name.
 fn with_field(object: &str, field: &str, value: &Value) -> String {
     let open = object.trim_end().strip_suffix('}').unwrap_or(object).trim_end();
     let comma = if open.ends_with('{') { "" } else { "," };
@@ -96,7 +96,7 @@ fn with_field(object: &str, field: &str, value: &Value) -> String {
     format!("{open}{comma}\n  \"{field}\": {value}\n}}\n")
 }
 
-/// Files to be copied, from the folder on: all but the weights, in whatever format, and what is hidden.
+/// Returns the paths of the files to copy, relative to the folder: all except weights of any format and hidden files.
 pub(super) fn others(model: &Path, checkpoint: &Checkpoint) -> Result<Vec<PathBuf>, QuantizeError> {
     let mut found = Vec::new();
     let mut folders = vec![PathBuf::new()];
@@ -125,7 +125,7 @@ pub(super) fn others(model: &Path, checkpoint: &Checkpoint) -> Result<Vec<PathBu
     Ok(found)
 }
 
-/// Whether a file holds the weights that were quantised, or the same in another format.
+/// Returns true if a file holds the quantised weights, or the same weights in another format.
 fn is_weights(name: &str) -> bool {
     const ENDS: [&str; 9] =
         [".pth", ".pt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".index.json"];
@@ -136,7 +136,7 @@ fn is_weights(name: &str) -> bool {
         || ENDS.iter().any(|end| name.ends_with(end))
 }
 
-/// Copies files of `model`, their folders made.
+/// Copies files of `model`, and creates their folders.
 pub(super) fn copy(
     model: &Path,
     to: &Path,
@@ -153,7 +153,7 @@ pub(super) fn copy(
     Ok(())
 }
 
-/// Writes a whole file.
+/// Writes a file.
 pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError> {
     fs::write(path, bytes).map_err(write_error(path))
 }

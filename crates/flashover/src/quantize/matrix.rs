@@ -76,11 +76,11 @@ impl Matrix {
         if !self.transposed {
             return Ok(bytes);
         }
-        let turned = match self.dtype {
-            DType::F32 => turned::<4>(&bytes, self.shape),
-            _ => turned::<2>(&bytes, self.shape),
+        let transposed = match self.dtype {
+            DType::F32 => transpose::<4>(&bytes, self.shape),
+            _ => transpose::<2>(&bytes, self.shape),
         };
-        Ok(turned.into())
+        Ok(transposed.into())
     }
 
     /// Quantises the matrix on the device.
@@ -169,7 +169,7 @@ fn upload(device: &Device, bytes: &[u8]) -> Handle {
 }
 
 /// Transposes values of `S` bytes from `[in, out]` to `[out, in]`.
-fn turned<const S: usize>(bytes: &[u8], [n, k]: [usize; 2]) -> Vec<u8> {
+fn transpose<const S: usize>(bytes: &[u8], [n, k]: [usize; 2]) -> Vec<u8> {
     // The cache lines of both sides fit in the L1 cache.
     const TILE: usize = 32;
     let from = bytes.as_chunks::<S>().0; // [k, n]
@@ -191,11 +191,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn turning_exchanges_rows_and_columns() {
+    fn transposing_exchanges_rows_and_columns() {
         let [n, k] = [37, 70];
         let stored: Vec<u8> = (0..k * n).flat_map(|i| (i as u16).to_le_bytes()).collect();
-        let turned = turned::<2>(&stored, [n, k]);
-        let at = |row, column| u16::from_le_bytes(turned.as_chunks::<2>().0[row * k + column]);
+        let transposed = transpose::<2>(&stored, [n, k]);
+        let at = |row, column| u16::from_le_bytes(transposed.as_chunks::<2>().0[row * k + column]);
         for row in 0..n {
             for column in 0..k {
                 assert_eq!(usize::from(at(row, column)), column * n + row);

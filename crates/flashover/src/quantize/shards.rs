@@ -15,14 +15,14 @@ pub(super) struct Shard {
     pub(super) tensors: Vec<(String, Vec<Plan>)>,
 }
 
-/// Splits tensors into files of at most `most` bytes. A larger tensor gets a file of its own. File names follow
+/// Splits tensors into files of at most `max` bytes. A larger tensor gets a file of its own. File names follow
 /// transformers.
-pub(super) fn split(tensors: Vec<(String, Vec<Plan>)>, most: u64) -> Vec<Shard> {
+pub(super) fn split(tensors: Vec<(String, Vec<Plan>)>, max: u64) -> Vec<Shard> {
     let mut cuts: Vec<Vec<(String, Vec<Plan>)>> = vec![Vec::new()];
     let mut held = 0;
     for (name, plans) in tensors {
         let bytes = plans.iter().map(bytes).sum::<u64>();
-        if held > 0 && held + bytes > most {
+        if held > 0 && held + bytes > max {
             cuts.push(Vec::new());
             held = 0;
         }
@@ -78,9 +78,9 @@ mod tests {
         let tensor = |name: &str, len| {
             (name.to_owned(), vec![Plan::new(name, DType::F16, &[len]), Plan::text("state")])
         };
-        let cut = |most| {
+        let cut = |max| {
             let tensors = vec![tensor("a", 4), tensor("b", 4), tensor("c", 40), tensor("d", 1)];
-            let shards = split(tensors, most);
+            let shards = split(tensors, max);
             let names = |shard: &Shard| shard.tensors.iter().map(|t| t.0.clone()).collect();
             let names: Vec<Vec<String>> = shards.iter().map(names).collect();
             (names, shards[0].file.clone())

@@ -369,9 +369,9 @@ mod tests {
     fn a_step_of_many_micro_batches_is_made_as_it_goes() {
         let examples = (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
         let data = Dataset { examples, cut: 0, left_out: 0, diverged: 0 };
-        let most = u32::MAX as usize;
-        let mut batches = data.micro_batches(most, 4, most, 7);
+        let max = u32::MAX as usize;
+        let mut batches = data.micro_batches(max, 4, max, 7);
         assert!(batches.next().is_some_and(|batch| batch.len() == 4));
-        assert_eq!(batches.size_hint().0, most - 1);
+        assert_eq!(batches.size_hint().0, max - 1);
     }
 }

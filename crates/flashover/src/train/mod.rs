@@ -1,8 +1,8 @@
-//! Fine-tuning: an adapter is learned beside a model that stays as it is.
+//! Fine-tuning: trains an adapter of a frozen model.
 //!
 //! ```text
-//! for each step:  gradient = Σ over micro-batches of dloss / tokens of the step      as of one large batch
-//!                 clip it to a length, AdamW                                         all in f32
+//! for each step:  gradient = Σ over micro-batches of dloss / tokens of the step      equals one large batch
+//!                 clip its norm, AdamW                                               all in f32
 //! ```
 
 mod data;
@@ -29,87 +29,86 @@ pub use models::{Adapter, Example, LoraOptions, Recompute, Training};
 use schedule::LossScale;
 pub use schedule::Schedule;
 
-/// How an adapter is learned.
+/// Options of training an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainOptions {
-    /// Which matrices get factors, and of what rank.
+    /// Rank, alpha and modules of the adapter.
     pub lora: LoraOptions,
-    /// The learning rate, step by step.
+    /// Learning rate of each step.
     pub schedule: Schedule,
-    /// What AdamW takes off the values, as a share of the learning rate.
+    /// Weight decay of AdamW: each step multiplies the values by 1 - learning rate · weight decay.
     pub weight_decay: f64,
-    /// A longer gradient is cut to this length; none is left as it is.
-    pub clip: Option<f64>,
-    /// Of the values that A begins with.
+    /// Maximum norm of the gradient; a larger one is scaled down to it. None for no limit.
+    pub max_grad_norm: Option<f64>,
+    /// Seed of the initial values of A.
     pub seed: u64,
-    /// What is kept of a layer for its gradients.
+    /// Activations that are recomputed in the backward pass.
     pub recompute: Recompute,
 }
 
 impl Default for TrainOptions {
-    /// What QLoRA's authors trained models of 7 to 13 billion parameters with, at a constant rate.
+    /// Returns the options with which QLoRA's authors trained models of 7 to 13 billion parameters, at a constant rate.
     fn default() -> Self {
         Self {
             lora: LoraOptions::default(),
             schedule: Schedule::constant(2e-4),
             weight_decay: 0.0,
-            clip: Some(1.0),
+            max_grad_norm: Some(1.0),
             seed: 0,
             recompute: Recompute::Layers,
         }
     }
 }
 
-/// What a step came to.
+/// Result of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct StepMetrics {
-    /// Counted from 1.
+    /// Step number, from 1.
     pub step: usize,
-    /// Mean of -ln p over the tokens that were learned, before the step.
+    /// Mean of -ln p over the trained tokens, before the step.
     pub loss: f64,
-    /// Tokens that were learned.
+    /// Number of trained tokens.
     pub tokens: usize,
-    /// Length of the gradient of the mean loss, before it was cut.
+    /// Norm of the gradient of the mean loss, before clipping.
     pub gradient: f64,
-    /// That of the step.
+    /// Learning rate of the step.
     pub learning_rate: f64,
-    /// Whether the gradient left the range of f16, so that nothing was changed.
+    /// True if the gradient left the range of f16, and the step changed nothing.
     pub skipped: bool,
 }
 
-/// An adapter that learns.
+/// Trains an adapter.
 pub struct Trainer {
     options: TrainOptions,
-    /// As it began.
+    /// The adapter at the start.
     adapter: Adapter,
-    /// As it is by now, once it is on the device.
+    /// Current values, once they are on the device.
     values: Option<Tensor<1>>,
     optimizer: AdamW,
     state: Option<AdamWState<1>>,
     scale: LossScale,
     done: usize,
-    /// Workload that memory is reserved for.
+    /// Workload with reserved memory.
     reserved: Option<Workload>,
     grant: Option<Grant>,
-    /// The last to go: the last of a model gives its pages back.
+    /// Dropped last, because the last user of a model frees its memory pages.
     engine: Engine,
 }
 
 impl Trainer {
-    /// Begins with an adapter that changes nothing.
+    /// Starts from a new adapter, which does not change the model yet.
     ///
     /// # Errors
-    /// [`TrainError::Model`] for modules that the model does not have or a rank that they cannot have;
-    /// [`TrainError::Option`] for options that mean nothing.
+    /// [`TrainError::Model`] for unknown modules or an invalid rank; [`TrainError::Option`] for options out of range.
     pub fn new(engine: Engine, options: TrainOptions) -> Result<Self, TrainError> {
         let adapter = Adapter::new(engine.config(), options.lora.clone(), options.seed)?;
         Self::from_adapter(engine, adapter, options)
     }
 
-    /// Goes on from an adapter, whose own options replace those given. AdamW begins anew.
+    /// Continues from an adapter, whose own options replace those given. The moments of AdamW start from 0.
     ///
     /// # Errors
-    /// [`TrainError::Option`] for options that mean nothing.
+    /// [`TrainError::Option`] for options out of range.
     pub fn from_adapter(
         engine: Engine,
         adapter: Adapter,
@@ -138,10 +137,10 @@ impl Trainer {
         })
     }
 
-    /// Plans the memory of a step of these micro-batches.
+    /// Plans the memory of a step over these micro-batches.
     ///
     /// # Errors
-    /// [`PlanError::Model`] for sequences longer than the model's.
+    /// [`PlanError::Model`] for sequences longer than the model's context.
     pub fn plan(&self, micro_batches: &[Vec<Example>]) -> Result<Plan, PlanError> {
         let mut size = StepSize::default();
         micro_batches.iter().for_each(|batch| size.add(batch));
@@ -158,23 +157,23 @@ impl Trainer {
         Workload { training, ..Workload::new(batch, context) }
     }
 
-    /// Reserves memory for steps of these batches, and for those of earlier calls. A step that needs more reserves it
-    /// itself; to reserve the largest first spares moves of the adapter.
+    /// Reserves memory for steps of this workload and of those of earlier calls. A step that needs more reserves it
+    /// itself; reserving the largest workload first avoids moves of the adapter.
     ///
     /// # Errors
-    /// [`TrainError::Plan`] where the device or the budget does not hold it, or for sequences longer than the model's.
+    /// [`TrainError::Plan`] if the workload exceeds the device, the budget, or the model's context.
     pub fn reserve(&mut self, need: Workload) -> Result<(), TrainError> {
         let accumulates = |own: &Workload| own.training.as_ref().is_some_and(|t| t.accumulates);
         let reserved = self.reserved.as_ref();
         let all = || reserved.into_iter().chain([&need]);
-        let most = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
-        let need = self.trained(most(|w| w.batch), most(|w| w.context), all().any(accumulates));
+        let max = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
+        let need = self.trained(max(|w| w.batch), max(|w| w.context), all().any(accumulates));
         if reserved == Some(&need) {
             return Ok(());
         }
         self.engine.check(&need)?;
         let parts = self.engine.admit_as(&mut self.grant, &need)?;
-        // One buffer that lives keeps its whole page.
+        // A single live buffer keeps its whole page.
         self.move_to(&Device::flex());
         let made = self.reserve_page(parts.kept() + parts.transient());
         self.move_to(self.engine.clone().decoder().device());
@@ -185,23 +184,23 @@ impl Trainer {
         Ok(made?)
     }
 
-    /// Allocates a page for a step. It holds the adapter and its moments too, which each step writes anew.
+    /// Allocates a page for a step. It also holds the adapter and its moments, which each step rewrites.
     fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
         self.engine.clear_cache()?;
         check_free(self.engine.device(), bytes)?;
         self.engine.reserve_page(bytes)
     }
 
-    /// Moves the tensors that change with each step.
+    /// Moves the tensors that each step rewrites.
     fn move_to(&mut self, device: &Device) {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         self.values = self.values.take().map(|values| values.to_device(device));
         self.state = self.state.take().map(|state| AdamW::to_device(state, device));
     }
 
-    /// The values, on the device from here on.
+    /// Returns the values, and keeps them on the device from now on.
     fn values(&mut self) -> Tensor<1> {
-        let _at_work = ops::at_work();
+        let _stream_guard = ops::stream_guard();
         let place = || {
             let values = self.adapter.values();
             let data = TensorData::new(values.to_vec(), [values.len()]);
@@ -210,35 +209,35 @@ impl Trainer {
         self.values.get_or_insert_with(place).clone()
     }
 
-    /// The model that it learns beside.
+    /// Returns the frozen model.
     pub const fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// One step on the mean loss of all tokens of all micro-batches, which pass one after the other: the step is that of
-    /// one batch, the memory that of the largest of them.
+    /// Takes one step on the mean loss of all tokens of all micro-batches. They run one after the other: the step equals
+    /// that of one large batch, and the memory is that of the largest micro-batch.
     ///
     /// # Errors
-    /// [`TrainError::Model`] for examples that the model cannot learn; [`TrainError::Plan`] before anything is
-    /// computed, for batches that the device or the budget has no room for; [`TrainError::Diverged`] for a loss or a
-    /// gradient that is not finite, after which nothing was changed; [`TrainError::Device`].
+    /// [`TrainError::Model`] for invalid examples; [`TrainError::Plan`], before anything is computed, for batches that
+    /// exceed the device or the budget; [`TrainError::Diverged`] for a loss or a gradient that is not finite, and the
+    /// step changed nothing; [`TrainError::Device`].
     ///
     /// # Panics
-    /// Where the backward pass of an op fails.
+    /// Panics if the backward pass of an op fails.
     pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<StepMetrics, TrainError> {
         let all = micro_batches.iter().map(|batch| batch.iter().collect());
         Ok(self.step_while(all, || true)?.expect("nothing stops it"))
     }
 
-    /// Takes a step as [`Trainer::step`] does, with micro-batches that are made one at a time: memory does not depend on
-    /// their number. Calls `goes_on` before each; if it returns false, the step is given up: nothing changes, and
-    /// the result is None.
+    /// Takes a step like [`Trainer::step`], with micro-batches that are made one at a time, so that memory does not
+    /// depend on their number. Calls `goes_on` before each; if it returns false, the step is abandoned: nothing changes,
+    /// and the result is None.
     ///
     /// # Errors
-    /// As [`Trainer::step`].
+    /// The errors of [`Trainer::step`].
     ///
     /// # Panics
-    /// As [`Trainer::step`].
+    /// Panics if the backward pass of an op fails.
     pub fn step_while<'a>(
         &mut self,
         micro_batches: impl Iterator<Item = Vec<&'a Example>> + Clone,
@@ -271,26 +270,26 @@ impl Trainer {
                 let decoder = self.engine.decoder();
                 decoder.learn(adaptation, &batch, weight, self.options.recompute)?
             };
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             loss = Some(plus(loss, learned.loss));
             gradient = Some(plus(gradient, learned.gradient));
             self.engine.note_memory();
         }
         let (Some(loss), Some(gradient)) = (loss, gradient) else {
-            return Err(models::Error::Lesson.into());
+            return Err(models::Error::NothingToLearn.into());
         };
         let gradient = {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             if scale == 1.0 { gradient } else { gradient / scale }
         };
         let [loss, length] = self.read(loss, gradient.clone())?;
         let loss = loss / tokens as f64;
         let learning_rate = self.options.schedule.rate(self.done);
         let step = self.done + 1;
-        let taught =
+        let metrics =
             |skipped| StepMetrics { step, loss, tokens, gradient: length, learning_rate, skipped };
         if !self.scale.took(length.is_finite()) {
-            return Ok(Some(taught(true)));
+            return Ok(Some(metrics(true)));
         }
         if !loss.is_finite() || !length.is_finite() {
             return Err(TrainError::Diverged { step });
@@ -298,15 +297,15 @@ impl Trainer {
         self.take(values, gradient, length, learning_rate);
         self.done = step;
         self.engine.note_memory();
-        Ok(Some(taught(false)))
+        Ok(Some(metrics(false)))
     }
 
-    /// AdamW on a gradient of this length.
+    /// Applies AdamW to a gradient of this norm.
     fn take(&mut self, values: Tensor<1>, gradient: Tensor<1>, length: f64, learning_rate: f64) {
         let _optimizer = trace::span(|| "optimizer");
-        let _at_work = ops::at_work();
-        let gradient = match self.options.clip {
-            Some(clip) if length > clip => gradient * (clip / length),
+        let _stream_guard = ops::stream_guard();
+        let gradient = match self.options.max_grad_norm {
+            Some(max_grad_norm) if length > max_grad_norm => gradient * (max_grad_norm / length),
             _ => gradient,
         };
         self.values = None;
@@ -315,10 +314,10 @@ impl Trainer {
         (self.values, self.state) = (Some(values), state);
     }
 
-    /// The sum of the losses, and the length of the gradient.
+    /// Returns the sum of the losses and the norm of the gradient.
     fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], TrainError> {
         let both = {
-            let _at_work = ops::at_work();
+            let _stream_guard = ops::stream_guard();
             let length = (gradient.clone() * gradient).sum().sqrt();
             Tensor::cat(vec![loss, length], 0).reshape([1, 2])
         };
@@ -326,10 +325,10 @@ impl Trainer {
         Ok([both[0].into(), both[1].into()])
     }
 
-    /// The mean of -ln p over what a batch has to learn, and how many tokens these are. Nothing is learned.
+    /// Returns the mean of -ln p over the trained tokens of a batch, and their number. Changes nothing.
     ///
     /// # Errors
-    /// As [`Trainer::step`].
+    /// The errors of [`Trainer::step`].
     pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), TrainError> {
         let mut size = StepSize::default();
         size.add(batch);
@@ -342,15 +341,15 @@ impl Trainer {
         Ok((f64::from(loss[0]) / tokens as f64, tokens))
     }
 
-    /// Steps that were taken.
+    /// Returns the number of steps taken.
     pub const fn done(&self) -> usize {
         self.done
     }
 
-    /// What was learned so far.
+    /// Returns the adapter with its current values.
     ///
     /// # Errors
-    /// [`TrainError::Diverged`] of values that are not finite; [`TrainError::Device`].
+    /// [`TrainError::Diverged`] for values that are not finite; [`TrainError::Device`].
     pub fn adapter(&self) -> Result<Adapter, TrainError> {
         let Some(values) = self.values.clone() else { return Ok(self.adapter.clone()) };
         let all = self.adapter.values().len();
@@ -361,18 +360,18 @@ impl Trainer {
         }
     }
 
-    /// Writes what was learned so far into a folder, as PEFT's files.
+    /// Saves the adapter into a folder, in PEFT's format.
     ///
     /// # Errors
-    /// As [`Trainer::adapter`]; [`TrainError::Model`] for a folder that cannot be written.
+    /// The errors of [`Trainer::adapter`]; [`TrainError::Model`] for a folder that cannot be written.
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), TrainError> {
         self.save_into(&mut Adapter::begin(folder)?)
     }
 
-    /// Does the same in a folder that this process keeps for itself, from [`Adapter::begin`] on.
+    /// Saves like [`Trainer::save`], into a folder that [`Adapter::begin`] has locked for this process.
     ///
     /// # Errors
-    /// As [`Trainer::save`].
+    /// The errors of [`Trainer::save`].
     pub fn save_into(&self, folder: &mut Staged) -> Result<(), TrainError> {
         let model = self.engine.folder().display().to_string();
         Ok(self.adapter()?.write(folder, self.engine.config(), &model)?)
@@ -383,11 +382,11 @@ impl Trainer {
 #[derive(Default)]
 struct StepSize {
     micro_batches: usize,
-    /// Examples of the largest micro-batch.
+    /// Number of examples of the largest micro-batch.
     batch: usize,
-    /// Tokens of the longest example.
+    /// Number of tokens of the longest example.
     context: usize,
-    /// Tokens that are learned.
+    /// Number of trained tokens.
     tokens: usize,
 }
 
@@ -413,14 +412,14 @@ fn plus(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
 
 impl TrainOptions {
     /// # Errors
-    /// [`TrainError::Option`] of a number that is out of its range.
+    /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
-        // What is computed with is f32.
+        // Training computes in f32.
         let positive = |value: f64| (value as f32).is_finite() && value > 0.0;
         let rules = [
             ("learning rate", self.schedule.learning_rate, true),
             ("weight decay", self.weight_decay, false),
-            ("clip", self.clip.unwrap_or(1.0), true),
+            ("clip", self.max_grad_norm.unwrap_or(1.0), true),
         ];
         for (name, value, above) in rules {
             if !(positive(value) || (!above && value == 0.0)) {

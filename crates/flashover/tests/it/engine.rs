@@ -121,9 +121,9 @@ fn a_batch_is_what_each_is_alone() {
 #[test]
 fn requests_of_a_batch_are_each_its_own() {
     let (engine, [prompt, _]) = (engine("llama"), golden("llama"));
-    let sampled = |seed, most| {
+    let sampled = |seed, max| {
         let sampling = Sampling { temperature: 1.5, seed, ..Sampling::default() };
-        Request { sampling, ..plain(most) }
+        Request { sampling, ..plain(max) }
     };
     let requests = [sampled(11, 12), sampled(12, 5), plain(9), sampled(11, 12)];
     let asked: Vec<(&[u32], &Request)> =

@@ -58,10 +58,10 @@ fn losses_are_those_of_peft() {
             let trainer = Trainer::from_adapter(load(name), adapter.clone(), options);
             let mut trainer = trainer.expect("options that mean something");
             for (step, want) in numbers("losses").into_iter().enumerate() {
-                let taught = trainer.step(&batches).expect("a batch");
-                let gap = (taught.loss - f64::from(want)).abs();
-                assert!(gap < 2e-3, "{name}, step {step}: {} for {want}", taught.loss);
-                assert_eq!((taught.step, taught.tokens, taught.skipped), (step + 1, 35, false));
+                let metrics = trainer.step(&batches).expect("a batch");
+                let gap = (metrics.loss - f64::from(want)).abs();
+                assert!(gap < 2e-3, "{name}, step {step}: {} for {want}", metrics.loss);
+                assert_eq!((metrics.step, metrics.tokens, metrics.skipped), (step + 1, 35, false));
             }
         }
     }
@@ -71,9 +71,9 @@ fn losses_are_those_of_peft() {
 #[test]
 fn an_adapter_is_learned_saved_and_loaded() {
     let engine = load("llama");
-    let lesson = Example { tokens: vec![5, 40, 41, 42], from: 0 };
+    let example = Example { tokens: vec![5, 40, 41, 42], from: 0 };
     let mut trainer = Trainer::new(engine, options(4, 2e-2)).expect("a rank that fits");
-    let batch = vec![vec![lesson.clone()]];
+    let batch = vec![vec![example.clone()]];
     let first = trainer.loss(&batch[0]).expect("a batch");
     for _ in 0..40 {
         trainer.step(&batch).expect("a batch");
@@ -90,8 +90,8 @@ fn an_adapter_is_learned_saved_and_loaded() {
     let folder = open().with_adapter(target.path()).expect("just written");
     let adapted =
         Engine::from_folder(&cpu(), folder, &EngineOptions::default(), |_| {}).expect("dense");
-    let logits = adapted.session(8).expect("fits").logits(&lesson.tokens[..3]).expect("room");
-    for (row, want) in logits.chunks(adapted.config().vocab).zip(&lesson.tokens[1..]) {
+    let logits = adapted.session(8).expect("fits").logits(&example.tokens[..3]).expect("room");
+    for (row, want) in logits.chunks(adapted.config().vocab).zip(&example.tokens[1..]) {
         let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).expect("a vocabulary");
         assert_eq!(best as u32, *want);
     }
@@ -110,7 +110,10 @@ fn options_that_mean_nothing_are_refused() {
     assert!(
         refused(TrainOptions { weight_decay: -0.1, ..options(4, 1e-3) }).contains("weight decay")
     );
-    assert!(refused(TrainOptions { clip: Some(0.0), ..options(4, 1e-3) }).contains("clip is 0"));
+    assert!(
+        refused(TrainOptions { max_grad_norm: Some(0.0), ..options(4, 1e-3) })
+            .contains("clip is 0")
+    );
     assert!(refused(options(0, 1e-3)).contains("rank 0"));
     let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
     assert!(matches!(trainer.step(&[]), Err(TrainError::Model(_))));

@@ -22,9 +22,9 @@ fn demo() -> BTreeMap<String, Vec<u8>> {
 const FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "tokenizer.json",
     "model.safetensors",
 ];
 

@@ -141,7 +141,7 @@ impl Answers {
             "HEAD" => 0,
             _ => reply.body.len(),
         };
-        let sent = reply.sent.map_or(all, |most| most.min(all));
+        let sent = reply.sent.map_or(all, |max| max.min(all));
         if reply.stalls && sent == 0 {
             self.held.push(stream);
             return Ok(());

@@ -31,7 +31,7 @@ use kernels::attention::{
 use tune::{Infeasible, Kernel};
 
 use crate::call::{Call, Optional, float_of, like, on_cubecl, same_dtype, same_shape, size_of};
-use crate::offsets::{checked_offsets, words_on};
+use crate::offsets::{checked_offsets, u32_buffer};
 use crate::{Ctx, OpError};
 
 pub use memory::attention_memory;
@@ -540,8 +540,8 @@ impl Launch {
             bias: bias.map(|t| t.handle),
             mask: mask.map(|t| t.handle),
             offsets: asked.packing.as_ref().map(|packing| Offsets {
-                q: words_on(&q.client, &packing.q),
-                kv: words_on(&q.client, &packing.kv),
+                q: u32_buffer(&q.client, &packing.q),
+                kv: u32_buffer(&q.client, &packing.kv),
                 queries: size(q, 2),
             }),
         };

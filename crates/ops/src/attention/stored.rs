@@ -82,10 +82,10 @@ pub(super) fn attend<B: Backend>(
     }
     // In a row without keys the maximum is -inf and the sum 0.
     let least = f64::from(f32::MIN_POSITIVE);
-    let most = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
-    let weights = B::float_exp(B::float_sub(scores, most.clone()));
+    let row_max = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), (-1e30f64).into());
+    let weights = B::float_exp(B::float_sub(scores, row_max.clone()));
     let sums = B::float_sum_dim(weights.clone(), 3);
-    let lse = B::float_add(most, B::float_log(sums.clone()));
+    let lse = B::float_add(row_max, B::float_log(sums.clone()));
     let sums = B::float_clamp_min(sums, least.into());
     let out = B::float_cast(B::float_matmul(B::float_div(weights, sums), v), given.into());
     (out, B::float_reshape(lse, Shape::new([batch, heads, seq_q])))

@@ -12,7 +12,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
 use kernels::quantized::Weight;
 
-use super::dispatch::{Buffer, QuantizedOps, Spec, Words};
+use super::dispatch::{Buffer, PackedWeight, QuantizedOps, Spec};
 use crate::Ctx;
 use crate::call::{Call, Optional, Parts, summed_over_rows};
 use crate::matmul::{MatmulOps, finish, product_of};
@@ -21,14 +21,14 @@ use crate::norm::normalised;
 impl<B: QuantizedOps + MatmulOps, C: CheckpointStrategy> QuantizedOps for Autodiff<B, C> {
     fn multiply_quantized(
         x: FloatTensor<Self>,
-        words: Words<Self>,
+        packed: PackedWeight<Self>,
         parts: Parts<Self>,
         spec: Spec,
         call: Call,
     ) -> FloatTensor<Self> {
         if ![&x].into_iter().chain(parts.tensors()).any(|t| t.is_tracked()) {
-            let (x, words, parts) = (Self::inner(x), inner_words(words), parts.map(Self::inner));
-            return Self::from_inner(B::multiply_quantized(x, words, parts, spec, call));
+            let (x, packed, parts) = (Self::inner(x), inner_packed(packed), parts.map(Self::inner));
+            return Self::from_inner(B::multiply_quantized(x, packed, parts, spec, call));
         }
         let (x, parts) = normalised(x, parts, spec.norm, &call);
         let spec = Spec { norm: None, ..spec };
@@ -36,32 +36,36 @@ impl<B: QuantizedOps + MatmulOps, C: CheckpointStrategy> QuantizedOps for Autodi
         let [bias, gate, residual] = [bias, gate, residual].map(Optional::into_option);
         if spec.glu || spec.activation.is_some() || gate.is_some() || residual.is_some() {
             let bare = Spec { activation: None, glu: false, ..spec };
-            let sum = Self::multiply_quantized(x, words, Parts::bias(bias), bare, call);
+            let sum = Self::multiply_quantized(x, packed, Parts::bias(bias), bare, call);
             return finish_gated::<Self>(sum, gate, residual, &spec);
         }
-        tracked::<B, C>(x, bias, inner_words(words), spec, call)
+        tracked::<B, C>(x, bias, inner_packed(packed), spec, call)
     }
 
     fn dequantize_weight(
-        words: Words<Self>,
+        packed: PackedWeight<Self>,
         weight: Weight,
         dtype: DType,
         call: Call,
     ) -> FloatTensor<Self> {
-        Self::from_inner(B::dequantize_weight(inner_words(words), weight, dtype, call))
+        Self::from_inner(B::dequantize_weight(inner_packed(packed), weight, dtype, call))
     }
 
-    fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self> {
-        outer_words(B::quantize_weight(Self::inner(values), weight, call))
+    fn quantize_weight(
+        values: FloatTensor<Self>,
+        weight: Weight,
+        call: Call,
+    ) -> PackedWeight<Self> {
+        outer_packed(B::quantize_weight(Self::inner(values), weight, call))
     }
 
     fn join_weights(
-        first: Words<Self>,
-        second: Words<Self>,
+        first: PackedWeight<Self>,
+        second: PackedWeight<Self>,
         weights: [Weight; 2],
         call: Call,
-    ) -> Words<Self> {
-        outer_words(B::join_weights(inner_words(first), inner_words(second), weights, call))
+    ) -> PackedWeight<Self> {
+        outer_packed(B::join_weights(inner_packed(first), inner_packed(second), weights, call))
     }
 
     fn reorder_weight(
@@ -74,14 +78,18 @@ impl<B: QuantizedOps + MatmulOps, C: CheckpointStrategy> QuantizedOps for Autodi
     }
 }
 
-fn inner_words<B: Backend, C: CheckpointStrategy>(words: Words<Autodiff<B, C>>) -> Words<B> {
-    let Words { codes, absmax, book, nested_book, scales } = words;
-    Words { codes, absmax, book, nested_book, scales }
+fn inner_packed<B: Backend, C: CheckpointStrategy>(
+    packed: PackedWeight<Autodiff<B, C>>,
+) -> PackedWeight<B> {
+    let PackedWeight { codes, absmax, codebook, nested_codebook, scales } = packed;
+    PackedWeight { codes, absmax, codebook, nested_codebook, scales }
 }
 
-fn outer_words<B: Backend, C: CheckpointStrategy>(words: Words<B>) -> Words<Autodiff<B, C>> {
-    let Words { codes, absmax, book, nested_book, scales } = words;
-    Words { codes, absmax, book, nested_book, scales }
+fn outer_packed<B: Backend, C: CheckpointStrategy>(
+    packed: PackedWeight<B>,
+) -> PackedWeight<Autodiff<B, C>> {
+    let PackedWeight { codes, absmax, codebook, nested_codebook, scales } = packed;
+    PackedWeight { codes, absmax, codebook, nested_codebook, scales }
 }
 
 /// Applies the rest of an epilogue with ordinary ops; for a gated matmul, `sum` has the columns of both
@@ -112,14 +120,15 @@ fn finish_gated<B: Backend>(
 fn tracked<B: QuantizedOps + MatmulOps, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     bias: Option<FloatTensor<Autodiff<B, C>>>,
-    words: Words<B>,
+    packed: PackedWeight<B>,
     spec: Spec,
     call: Call,
 ) -> FloatTensor<Autodiff<B, C>> {
-    let saved = Saved { words: words.clone(), spec, biased: bias.is_some(), ctx: call.ctx.clone() };
+    let saved =
+        Saved { packed: packed.clone(), spec, biased: bias.is_some(), ctx: call.ctx.clone() };
     let nodes = [x.node(), bias.as_ref().unwrap_or(&x).node()];
     let parts = Parts::bias(bias.map(|b| b.into_primitive()));
-    let multiply = |x| B::multiply_quantized(x, words, parts, spec, call);
+    let multiply = |x| B::multiply_quantized(x, packed, parts, spec, call);
     match Product.prepare::<C>(nodes).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish(saved, multiply(x.into_primitive())),
         OpsKind::UnTracked(prep) => prep.finish(multiply(x.into_primitive())),
@@ -133,7 +142,7 @@ struct Product;
 /// State that the gradients need.
 #[derive(Clone)]
 struct Saved<B: Backend> {
-    words: Words<B>,
+    packed: PackedWeight<B>,
     spec: Spec,
     biased: bool,
     ctx: Ctx,
@@ -155,11 +164,11 @@ impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for Product {
         _checkpointer: &mut Checkpointer,
     ) {
         let [to_x, to_bias] = ops.parents;
-        let Saved { words, spec: Spec { weight, dtype, .. }, biased, ctx } = ops.state;
+        let Saved { packed, spec: Spec { weight, dtype, .. }, biased, ctx } = ops.state;
         let dout = gradients.consume::<B>(&ops.node);
         if let Some(node) = to_x {
             let call = Call::of(&ctx);
-            let dense = B::dequantize_weight(words, weight, dtype, call.clone());
+            let dense = B::dequantize_weight(packed, weight, dtype, call.clone());
             // Burn's backward pass cannot return an error.
             if let Some(e) = call.failed() {
                 panic!("the backward pass of a matmul failed: {e}");

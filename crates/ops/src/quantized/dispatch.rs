@@ -14,17 +14,17 @@ use kernels::quantized::{Launcher, Product, ProductOperands, Weight};
 use tune::Kernel;
 
 use crate::call::{Call, Parts, empty_like, float_of, size_of};
+use crate::int32_buffers::int32_tensor;
 use crate::norm::{NormOps, normalised};
-use crate::words::words_at;
 use crate::{Ctx, OpError};
 
 /// Buffers of a weight as integer tensors; the codes stand in for buffers that its format lacks.
 #[derive(Clone, ExtensionType)]
-pub(crate) struct Words<B: Backend> {
+pub(crate) struct PackedWeight<B: Backend> {
     pub(super) codes: IntTensor<B>,
     pub(super) absmax: IntTensor<B>,
-    pub(super) book: IntTensor<B>,
-    pub(super) nested_book: IntTensor<B>,
+    pub(super) codebook: IntTensor<B>,
+    pub(super) nested_codebook: IntTensor<B>,
     pub(super) scales: IntTensor<B>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) trait QuantizedOps: NormOps {
     /// Runs a validated matmul with x `[m, k]`.
     fn multiply_quantized(
         x: FloatTensor<Self>,
-        #[extension_type] words: Words<Self>,
+        #[extension_type] packed: PackedWeight<Self>,
         #[extension_type] parts: Parts<Self>,
         spec: Spec,
         call: Call,
@@ -58,22 +58,23 @@ pub(crate) trait QuantizedOps: NormOps {
 
     /// Dequantises the weight to `[n, k]`.
     fn dequantize_weight(
-        #[extension_type] words: Words<Self>,
+        #[extension_type] packed: PackedWeight<Self>,
         weight: Weight,
         dtype: DType,
         call: Call,
     ) -> FloatTensor<Self>;
 
     /// Quantises `values` to `weight`, in row order.
-    fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call) -> Words<Self>;
+    fn quantize_weight(values: FloatTensor<Self>, weight: Weight, call: Call)
+    -> PackedWeight<Self>;
 
     /// Joins two weights, with the rows of the second last.
     fn join_weights(
-        #[extension_type] first: Words<Self>,
-        #[extension_type] second: Words<Self>,
+        #[extension_type] first: PackedWeight<Self>,
+        #[extension_type] second: PackedWeight<Self>,
         weights: [Weight; 2],
         call: Call,
-    ) -> Words<Self>;
+    ) -> PackedWeight<Self>;
 
     /// Reorders a buffer from the order of the first weight to that of the second.
     fn reorder_weight(
@@ -84,32 +85,32 @@ pub(crate) trait QuantizedOps: NormOps {
     ) -> IntTensor<Self>;
 }
 
-impl<B: Backend> Words<B> {
+impl<B: Backend> PackedWeight<B> {
     /// Takes the buffers of a weight in order.
     pub(super) fn new(buffers: Vec<IntTensor<B>>) -> Self {
         let mut buffers = buffers.into_iter();
         let codes = buffers.next().expect("every weight has codes");
         let mut next = || buffers.next().unwrap_or_else(|| codes.clone());
-        let [absmax, book, nested_book, scales] = [next(), next(), next(), next()];
-        Self { codes, absmax, book, nested_book, scales }
+        let [absmax, codebook, nested_codebook, scales] = [next(), next(), next(), next()];
+        Self { codes, absmax, codebook, nested_codebook, scales }
     }
 
     /// Returns the buffers that `weight` has, in order.
     pub(super) fn buffers(self, weight: &Weight) -> Vec<IntTensor<B>> {
-        let Self { codes, absmax, book, nested_book, scales } = self;
-        let all = [codes, absmax, book, nested_book, scales];
+        let Self { codes, absmax, codebook, nested_codebook, scales } = self;
+        let all = [codes, absmax, codebook, nested_codebook, scales];
         all.into_iter().take(weight.buffer_bytes().len()).collect()
     }
 }
 
-impl Words<CubeBackend> {
+impl PackedWeight<CubeBackend> {
     fn handles(self, weight: &Weight) -> Vec<Handle> {
         self.buffers(weight).into_iter().map(|tensor| into_contiguous(tensor).handle).collect()
     }
 
     /// Wraps the buffers of `weight`, on the device of `like`.
     fn from_handles(handles: Vec<Handle>, weight: &Weight, like: &CubeTensor) -> Self {
-        let tensor = |(handle, bytes): (_, u64)| words_at(handle, bytes.div_ceil(4), like);
+        let tensor = |(handle, bytes): (_, u64)| int32_tensor(handle, bytes.div_ceil(4), like);
         Self::new(handles.into_iter().zip(weight.buffer_bytes()).map(tensor).collect())
     }
 }
@@ -133,7 +134,7 @@ impl Launcher for Ctx {
 impl QuantizedOps for CubeBackend {
     fn multiply_quantized(
         x: CubeTensor,
-        words: Words<Self>,
+        packed: PackedWeight<Self>,
         parts: Parts<Self>,
         spec: Spec,
         call: Call,
@@ -163,7 +164,7 @@ impl QuantizedOps for CubeBackend {
             };
             let operands = ProductOperands {
                 x: x.handle.clone(),
-                weight: words.handles(&spec.weight),
+                weight: packed.handles(&spec.weight),
                 out: out.handle.clone(),
                 epilogue: parts.buffers(),
                 norm,
@@ -177,15 +178,15 @@ impl QuantizedOps for CubeBackend {
     }
 
     fn dequantize_weight(
-        words: Words<Self>,
+        packed: PackedWeight<Self>,
         weight: Weight,
         dtype: DType,
         call: Call,
     ) -> CubeTensor {
         let shape = weight.shape().map(|size| size as usize);
-        let out = empty_like(&words.codes, shape, dtype);
+        let out = empty_like(&packed.codes, shape, dtype);
         let launched = call.ctx.device(&out.device).and_then(|device| {
-            let buffers = words.handles(&weight);
+            let buffers = packed.handles(&weight);
             weight.dequantize(&call.ctx, &device, &buffers, &out.handle, dtype)
         });
         if let Err(e) = launched {
@@ -194,7 +195,7 @@ impl QuantizedOps for CubeBackend {
         out
     }
 
-    fn quantize_weight(values: CubeTensor, weight: Weight, call: Call) -> Words<Self> {
+    fn quantize_weight(values: CubeTensor, weight: Weight, call: Call) -> PackedWeight<Self> {
         let values = into_contiguous(values);
         let dtype = float_of(values.dtype).expect("validated");
         let made = call
@@ -202,21 +203,21 @@ impl QuantizedOps for CubeBackend {
             .device(&values.device)
             .and_then(|device| Ok(weight.quantize(&device, &values.handle, dtype)?));
         match made {
-            Ok(handles) => Words::from_handles(handles, &weight, &values),
+            Ok(handles) => PackedWeight::from_handles(handles, &weight, &values),
             Err(e) => {
                 call.fail(e);
                 // Never used: the caller checks for the failure first.
-                Words::new(vec![empty_like(&values, [0], DType::F32)])
+                PackedWeight::new(vec![empty_like(&values, [0], DType::F32)])
             }
         }
     }
 
     fn join_weights(
-        first: Words<Self>,
-        second: Words<Self>,
+        first: PackedWeight<Self>,
+        second: PackedWeight<Self>,
         weights: [Weight; 2],
         call: Call,
-    ) -> Words<Self> {
+    ) -> PackedWeight<Self> {
         let [one, two] = &weights;
         let made = call.ctx.device(&first.codes.device).and_then(|device| {
             let buffers = (first.clone().handles(one), second.handles(two));
@@ -224,7 +225,7 @@ impl QuantizedOps for CubeBackend {
             Ok((joined, Weight::join(&device, [(one, &buffers.0), (two, &buffers.1)])?))
         });
         match made {
-            Ok((weight, handles)) => Words::from_handles(handles, &weight, &first.codes),
+            Ok((weight, handles)) => PackedWeight::from_handles(handles, &weight, &first.codes),
             Err(e) => {
                 call.fail(e);
                 first
@@ -243,7 +244,7 @@ impl QuantizedOps for CubeBackend {
             Ok(device) => {
                 let index = buffer as usize;
                 let made = from.reorder(&device, &to, index, &tensor.handle);
-                words_at(made, to.buffer_bytes()[index].div_ceil(4), &tensor)
+                int32_tensor(made, to.buffer_bytes()[index].div_ceil(4), &tensor)
             }
             Err(e) => {
                 call.fail(e);

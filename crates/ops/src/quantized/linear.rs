@@ -21,7 +21,7 @@ use crate::{Ctx, Epilogue, MemoryProfile, OpError, OpMemory};
 ///
 /// # Errors
 /// [`OpError::Depth`], [`OpError::Shape`], [`OpError::DType`] for operands that do not fit, or a result dtype
-/// other than that of x; [`OpError::HalfSums`] and [`OpError::NoTf32`] for options that these kernels lack;
+/// other than that of x; [`OpError::F16Accumulation`] and [`OpError::NoTf32`] for options that these kernels lack;
 /// [`OpError::Device`] for a device without kernels; [`OpError::Tune`] if the policy allows no config for the
 /// shape.
 pub fn quantized_linear<const D: usize>(
@@ -59,7 +59,8 @@ pub fn quantized_linear_memory(
     [n, k]: [u128; 2],
     dtype: FloatDType,
 ) -> OpMemory {
-    let dense_weight = if rows > profile.coded_rows.into() { bytes_of(n * k, dtype) } else { 0 };
+    let dense_weight =
+        if rows > profile.max_fused_rows.into() { bytes_of(n * k, dtype) } else { 0 };
     OpMemory { dense_weight, saved: 0, ..linear_memory(profile, rows, [n, k], dtype) }
 }
 
@@ -101,12 +102,12 @@ fn run<const D: usize>(
     epilogue.check_dtypes(need, need)?;
     epilogue.check_shapes(n, shape)?;
     let problem = epilogue.norm_of(&x)?;
-    let Epilogue { bias, activation, gate, residual, out, tf32, half_sums, norm } = epilogue;
+    let Epilogue { bias, activation, gate, residual, out, tf32, f16_accumulation, norm } = epilogue;
     if let Some(out) = out.filter(|out| burn::tensor::DType::from(*out) != need) {
         return Err(OpError::DType { what: "the result", have: out.into(), need });
     }
-    if half_sums {
-        return Err(OpError::HalfSums(need));
+    if f16_accumulation {
+        return Err(OpError::F16Accumulation(need));
     }
     if tf32 {
         return Err(OpError::NoTf32);
@@ -128,7 +129,7 @@ fn run<const D: usize>(
     let call = Call::of(ctx);
     let made = <Dispatch as QuantizedOps>::multiply_quantized(
         x,
-        weight.words(),
+        weight.packed(),
         parts,
         spec,
         call.clone(),

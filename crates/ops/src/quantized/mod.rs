@@ -27,10 +27,10 @@ pub use linear::{
     QuantizedLinear, quantized_glu, quantized_glu_memory, quantized_linear, quantized_linear_memory,
 };
 
-use self::dispatch::{Buffer, QuantizedOps, Words};
+use self::dispatch::{Buffer, PackedWeight, QuantizedOps};
 use crate::call::{Call, cube_of, float_of, on_cubecl, size_of};
-use crate::upload::upload_words;
-use crate::words::{download, upload};
+use crate::int32_buffers::{download, upload};
+use crate::upload::upload_int32;
 use crate::{Ctx, OpError};
 
 /// A quantised weight `[n, k]` on a device. It has no gradient; clones share its memory.
@@ -73,13 +73,13 @@ impl QuantizedWeight {
         let dtype = float_of(weight.dtype())?;
         let target = target(&weight.dims(), scheme.into())?;
         let call = Call::of(ctx);
-        let words = <Dispatch as QuantizedOps>::quantize_weight(
+        let packed = <Dispatch as QuantizedOps>::quantize_weight(
             weight.into_dispatch(),
             target,
             call.clone(),
         );
         match call.failed() {
-            None => Self::from_words(ctx, words, target, dtype).in_best_order(ctx, &device),
+            None => Self::from_packed(ctx, packed, target, dtype).in_best_order(ctx, &device),
             Some(e) => Err(e),
         }
     }
@@ -117,11 +117,11 @@ impl QuantizedWeight {
                 return Err(OpError::Shape { what, have, need });
             }
         }
-        let words = |buffer: &Cow<'_, [u8]>| match mapped(buffer) {
-            Some(file) if buffer.len().is_multiple_of(4) => upload_words(file, device),
+        let uploaded = |buffer: &Cow<'_, [u8]>| match mapped(buffer) {
+            Some(file) if buffer.len().is_multiple_of(4) => upload_int32(file, device),
             _ => upload(buffer, device),
         };
-        let buffers = host.buffers.iter().map(words).collect();
+        let buffers = host.buffers.iter().map(uploaded).collect();
         Self::from_tensors(ctx, buffers, weight, host.dtype).in_best_order(ctx, device)
     }
 
@@ -172,7 +172,7 @@ impl QuantizedWeight {
     pub fn dequantize(&self, ctx: &Ctx, dtype: FloatDType) -> Result<Tensor<2>, OpError> {
         let (call, out) = (Call::of(ctx), float_of(dtype.into())?);
         let dense = <Dispatch as QuantizedOps>::dequantize_weight(
-            self.words(),
+            self.packed(),
             self.weight,
             out,
             call.clone(),
@@ -200,10 +200,10 @@ impl QuantizedWeight {
             };
             let weights = [joined.weight, part.weight];
             let call = Call::of(ctx);
-            let (one, two) = (joined.words(), part.words());
+            let (one, two) = (joined.packed(), part.packed());
             let both = <Dispatch as QuantizedOps>::join_weights(one, two, weights, call.clone());
             match call.failed() {
-                None => joined = Self::from_words(ctx, both, weight, first.dtype),
+                None => joined = Self::from_packed(ctx, both, weight, first.dtype),
                 Some(OpError::Weight(InvalidWeight::Join { .. })) => return Ok(None),
                 Some(e) => return Err(e),
             }
@@ -265,16 +265,16 @@ impl QuantizedWeight {
         let frozen = |tensor: Tensor<1, Int>| Param::initialized(ParamId::new(), tensor);
         let ordered = |tensor, buffer: Buffer| {
             let (save, load) = (ctx.clone(), ctx.clone());
-            let turned = |made: Result<_, OpError>| {
+            let expected = |made: Result<_, OpError>| {
                 made.unwrap_or_else(|e| panic!("cannot convert the weight of a record: {e}"))
             };
             let rows = weight.in_rows();
             frozen(tensor)
                 .save_mapper(move |t| {
-                    let rows = turned(reorder(&save, t, buffer, weight, rows));
+                    let rows = expected(reorder(&save, t, buffer, weight, rows));
                     if buffer == Buffer::Scales { padded(rows, &weight) } else { rows }
                 })
-                .load_mapper(move |t| turned(reorder(&load, t, buffer, rows, weight)))
+                .load_mapper(move |t| expected(reorder(&load, t, buffer, rows, weight)))
         };
         let mut buffers = buffers.into_iter();
         let mut next = || buffers.next();
@@ -290,8 +290,13 @@ impl QuantizedWeight {
         }
     }
 
-    fn from_words(ctx: &Ctx, words: Words<Dispatch>, weight: Weight, dtype: DType) -> Self {
-        let tensors = words.buffers(&weight).into_iter().map(Tensor::from_dispatch);
+    fn from_packed(
+        ctx: &Ctx,
+        packed: PackedWeight<Dispatch>,
+        weight: Weight,
+        dtype: DType,
+    ) -> Self {
+        let tensors = packed.buffers(&weight).into_iter().map(Tensor::from_dispatch);
         Self::from_tensors(ctx, tensors.collect(), weight, dtype)
     }
 
@@ -302,9 +307,9 @@ impl QuantizedWeight {
         [&self.codes, &self.absmax].into_iter().chain(rest).collect()
     }
 
-    fn words(&self) -> Words<Dispatch> {
+    fn packed(&self) -> PackedWeight<Dispatch> {
         let tensors = self.params().into_iter().map(|param| param.val().into_dispatch());
-        Words::new(tensors.collect())
+        PackedWeight::new(tensors.collect())
     }
 
     fn in_best_order(self, ctx: &Ctx, device: &Device) -> Result<Self, OpError> {
@@ -365,7 +370,7 @@ mod tests {
     use quant::{Block, WeightFormat};
 
     use super::*;
-    use crate::words::words_of;
+    use crate::int32_buffers::int32_values;
 
     #[test]
     fn a_record_does_not_depend_on_the_order_of_its_weight() {
@@ -383,7 +388,7 @@ mod tests {
         assert_eq!(rows.weight, rows.weight.in_rows());
         let host = rows.to_host(&ctx).expect("on the device");
         let tiles = ordered(rows.clone());
-        assert!(words_of(tiles.codes.val()).ok() != words_of(rows.codes.val()).ok());
+        assert!(int32_values(tiles.codes.val()).ok() != int32_values(rows.codes.val()).ok());
         assert!(tiles.to_host(&ctx).expect("on the device") == host);
         let loaded = make().load_record(tiles.clone().into_record());
         assert!(loaded.to_host(&ctx).expect("on the device") == host);

@@ -191,8 +191,8 @@ fn mistakes_are_errors() {
     assert!(fails(q(1), pages((0..8).collect())).contains("table has shape"));
     let half = floats(&device).map(|t| t.cast(FloatDType::F16));
     assert!(fails(q(1), cache(half)).contains("k is F16"));
-    let turned = floats(&device).map(|t| t.swap_dims(2, 3));
-    assert!(fails(q(1), cache(turned)).contains("k has shape"));
+    let transposed = floats(&device).map(|t| t.swap_dims(2, 3));
+    assert!(fails(q(1), cache(transposed)).contains("k has shape"));
     let wide = floats(&device).map(|t| t.reshape([BATCH, HEADS[1], DIM, CAPACITY]).swap_dims(2, 3));
     assert!(matches!(run(q(1), cache(wide)), Err(OpError::Apart("k"))));
     let device = Device::cpu().autodiff();

@@ -10,8 +10,8 @@ mod matmul;
 mod nf4;
 mod norm;
 mod quantized;
-mod refresh;
 mod rope;
+mod update_inputs;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use reference::{Distribution, fill};

@@ -19,9 +19,9 @@ fn strides_and_repeated_batches_are_read_as_they_are() {
     let want = dense(&[6], [5, 4, 8]).run(&xs, &ys, reference::Epilogue::NONE).expect("sizes");
     close(&values(run(x.clone(), y.clone())), &want, "dense");
     // The same values with the last two axes swapped in memory, and with the batch axes swapped.
-    let turned = |t: Tensor<4>| Tensor::from_data(t.swap_dims(2, 3).into_data(), &device);
+    let transposed = |t: Tensor<4>| Tensor::from_data(t.swap_dims(2, 3).into_data(), &device);
     close(
-        &values(run(turned(x.clone()).swap_dims(2, 3), turned(y.clone()).swap_dims(2, 3))),
+        &values(run(transposed(x.clone()).swap_dims(2, 3), transposed(y.clone()).swap_dims(2, 3))),
         &want,
         "columns",
     );
@@ -247,16 +247,16 @@ fn the_gradient_of_what_repeats_is_summed_before_it_is_rounded() {
 
 /// f16 accumulation is used only if requested, and is an error if the device lacks it.
 #[test]
-fn half_sums_are_asked_for() {
+fn f16_accumulation_is_asked_for() {
     let (device, ctx) = (Device::cpu(), Ctx::default());
     let run = |dtype| {
         let [x, w] = [tensor::<2>([3, 4], 1, &device), tensor::<2>([4, 2], 2, &device)];
-        let half = Epilogue { half_sums: true, ..Epilogue::default() };
+        let half = Epilogue { f16_accumulation: true, ..Epilogue::default() };
         matmul(&ctx, x.cast(dtype), w.cast(dtype), half).expect_err("refused")
     };
     for dtype in [DType::F32, DType::BF16] {
         let refused = run(dtype);
-        assert!(matches!(&refused, OpError::HalfSums(own) if *own == dtype), "{refused}");
+        assert!(matches!(&refused, OpError::F16Accumulation(own) if *own == dtype), "{refused}");
     }
     let refused = run(DType::F16).to_string();
     assert!(refused.contains("needs f16acc16 matrix instructions"), "{refused}");
@@ -298,14 +298,14 @@ fn groups_are_products_of_their_own() {
     let groups = Groups::new(&offsets).expect("sorted");
     let (m, n, k, count) = (11, 6, 5, groups.count());
     let weights = tensor::<2>([m, n], 9, &device);
-    for (turned, activation) in
+    for (transposed, activation) in
         [(false, None), (true, Some(Activation::Silu)), (false, Some(Activation::Gelu))]
     {
-        let x = match turned {
+        let x = match transposed {
             true => tensor::<2>([k, m], 1, &device).swap_dims(0, 1),
             false => tensor::<2>([m, k], 1, &device),
         };
-        let w = match turned {
+        let w = match transposed {
             true => tensor::<3>([count, n, k], 2, &device).swap_dims(1, 2),
             false => tensor::<3>([count, k, n], 2, &device),
         };
@@ -335,7 +335,7 @@ fn groups_are_products_of_their_own() {
             .collect();
         let apart = Tensor::cat(parts, 0);
         let wide = |t: Vec<f32>| t.into_iter().map(f64::from).collect::<Vec<_>>();
-        let what = format!("turned {turned}, {activation:?}");
+        let what = format!("transposed {transposed}, {activation:?}");
         close(&values(out), &wide(values(apart.clone())), &what);
         let apart = (apart * weights.clone()).sum().backward();
         macro_rules! same {

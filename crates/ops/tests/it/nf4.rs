@@ -54,15 +54,15 @@ fn a_weight_comes_back_as_files_have_it() {
         let scheme = Scheme { format, block: Block::Elements(block_size), scales };
         let made = QuantizedWeight::quantize(&ctx, dense, scheme).expect("finite");
         let host = stored(&ctx, &made);
-        let book = match format {
+        let four_bit = match format {
             WeightFormat::Nf4 => reference::FourBit::Nf4,
             _ => reference::FourBit::Fp4,
         };
-        let want = book.quantize(&input, block_size as usize).expect("finite");
+        let want = four_bit.quantize(&input, block_size as usize).expect("finite");
         let Layout { shape: have, quant_type: of, .. } = &host.layout;
         assert_eq!((&have[..], *of), (&shape[..], format));
-        assert_eq!(host.quant_map[..], book.code_book());
-        let wrong = book.disagreement(&input, block_size as usize, &host.codes, 2);
+        assert_eq!(host.quant_map[..], four_bit.codebook());
+        let wrong = four_bit.disagreement(&input, block_size as usize, &host.codes, 2);
         assert_eq!(wrong.expect("as many codes"), None);
         let absmax = match &host.absmax {
             Absmax::Plain(absmax) => absmax.to_vec(),
@@ -78,7 +78,7 @@ fn a_weight_comes_back_as_files_have_it() {
         }
         let len = input.len();
         let meant =
-            nf4::dequantize(&book.code_book(), &host.codes, &absmax, block_size as usize, len);
+            nf4::dequantize(&four_bit.codebook(), &host.codes, &absmax, block_size as usize, len);
         let again = uploaded(&ctx, &host, &device).expect("as it was");
         let dense = again.dequantize(&ctx, FloatDType::F32).expect("f32");
         assert_eq!(values(dense), meant.expect("as many"));
@@ -124,9 +124,9 @@ fn products_are_those_of_the_dense_weight() {
     let want = product(6, n, k).run(&xs, &dense, theirs).expect("sizes");
     close(&values(out), &want, "all");
     // A view with other strides.
-    let turned = Tensor::<3>::from_data(x.swap_dims(0, 2).into_data(), &device).swap_dims(0, 2);
+    let transposed = Tensor::<3>::from_data(x.swap_dims(0, 2).into_data(), &device).swap_dims(0, 2);
     close(
-        &values(quantized_linear(&ctx, turned, &weight, epilogue).expect("valid")),
+        &values(quantized_linear(&ctx, transposed, &weight, epilogue).expect("valid")),
         &want,
         "strides",
     );
@@ -178,7 +178,7 @@ fn weights_are_joined_and_gate_one_another() {
         let out = product(3, n, k).run(&moved, &gates, theirs).expect("sizes");
         out.into_iter().sum::<f64>()
     };
-    let largest = gradient.iter().fold(0.0, |most: f32, v| most.max(v.abs()));
+    let largest = gradient.iter().fold(0.0, |max: f32, v| max.max(v.abs()));
     for at in (0..xs.len()).step_by(19) {
         let slope = (sum(at, 0.01) - sum(at, -0.01)) / 0.02;
         let off = (slope - f64::from(gradient[at])).abs();
@@ -297,8 +297,8 @@ fn what_is_no_weight_is_refused() {
     assert!(matches!(run(x(), half), Err(OpError::DType { what: "the result", .. })));
     let tf32 = Epilogue { tf32: true, ..Epilogue::default() };
     assert!(matches!(run(x(), tf32), Err(OpError::NoTf32)));
-    let half = Epilogue { half_sums: true, ..Epilogue::default() };
-    assert!(matches!(run(x(), half), Err(OpError::HalfSums(_))));
+    let half = Epilogue { f16_accumulation: true, ..Epilogue::default() };
+    assert!(matches!(run(x(), half), Err(OpError::F16Accumulation(_))));
     let bias = Epilogue { bias: Some(tensor([3], 1, &device)), ..Epilogue::default() };
     assert!(matches!(run(x(), bias), Err(OpError::Shape { what: "bias", .. })));
     for rows in [1, 3] {

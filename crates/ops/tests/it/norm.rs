@@ -37,8 +37,8 @@ fn norms_are_the_references() {
             let out = norm(&ctx, x.clone(), with.clone(), residual.clone(), kind, 1e-3);
             close(&values(out.expect("valid")), &want, &format!("{kind:?} {width}"));
             // Rows with another layout.
-            let turned = Tensor::from_data(x.transpose().into_data(), &device).transpose();
-            let out = norm(&ctx, turned, with, residual, kind, 1e-3);
+            let transposed = Tensor::from_data(x.transpose().into_data(), &device).transpose();
+            let out = norm(&ctx, transposed, with, residual, kind, 1e-3);
             close(&values(out.expect("valid")), &want, &format!("{kind:?} {width}, transposed"));
         }
     }
@@ -95,8 +95,8 @@ fn products_normalise_their_rows() {
             close(&values(out), &want, &format!("{what} {kind:?}"));
         };
         check("a layer", &|x, e| linear(&ctx, x, dense.clone().transpose(), e).expect("valid"));
-        let turned = Tensor::<2>::from_data(dense.clone().transpose().into_data(), &device);
-        check("a weight in rows", &|x, e| matmul(&ctx, x, turned.clone(), e).expect("valid"));
+        let transposed = Tensor::<2>::from_data(dense.clone().transpose().into_data(), &device);
+        check("a weight in rows", &|x, e| matmul(&ctx, x, transposed.clone(), e).expect("valid"));
         for (format, quantized) in &all {
             let linear = |x, e| quantized_linear(&ctx, x, quantized, e).expect("valid");
             check(format.name(), &linear);

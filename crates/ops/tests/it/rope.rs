@@ -79,9 +79,9 @@ fn options(dim: usize, norm: bool, device: &Device) -> RopeOptions {
 
 /// Returns a view of `[batch, capacity, kv_heads, head_dim]`.
 fn heads_last(cache: Tensor<4>) -> Tensor<4> {
-    let turned = cache.swap_dims(1, 2).into_data();
+    let transposed = cache.swap_dims(1, 2).into_data();
     let device = Device::cpu();
-    Tensor::<4>::from_data(turned, &device).swap_dims(1, 2)
+    Tensor::<4>::from_data(transposed, &device).swap_dims(1, 2)
 }
 
 /// Returns a view of `[batch, capacity, 2 · kv_heads, head_dim]`: the first half of its heads.
@@ -173,9 +173,9 @@ fn heads_are_the_references_and_every_clone_of_the_cache_has_them() {
             // A projection with another layout, and U32 words.
             let again = self::slots(&device);
             let again = KvSlots { start: again.start.cast(IntDType::U32), ..again };
-            let turned =
+            let transposed =
                 Tensor::from_data(qkv.clone().transpose().into_data(), &device).transpose();
-            rope(&ctx, turned, &again, with.clone()).expect("valid");
+            rope(&ctx, transposed, &again, with.clone()).expect("valid");
             assert_eq!(values(float(&again.k)), values(float(&slots.k)));
             assert_eq!(values(float(&again.v)), values(float(&slots.v)));
             // Caches and a table with padded rows, as Burn pads them on CUDA.
@@ -204,20 +204,23 @@ fn bytes_have_the_scale_of_their_head() {
         check(q, &values(qkv.clone()), &before, &slots, &with, DType::F32);
         // Scales with another layout: those of a position are adjacent.
         let again = bytes(&device);
-        let turned = |cached: &Cached| match cached {
+        let transposed = |cached: &Cached| match cached {
             Cached::Float(_) => panic!("a cache of floats"),
             Cached::Bytes { values, scales } => {
-                let turned = scales.clone().swap_dims(1, 2).into_data();
-                let scales = Tensor::<3>::from_data(turned, &device).swap_dims(1, 2);
+                let transposed = scales.clone().swap_dims(1, 2).into_data();
+                let scales = Tensor::<3>::from_data(transposed, &device).swap_dims(1, 2);
                 Cached::Bytes { values: values.clone(), scales }
             }
         };
-        let (k, v) = (turned(&again.k), turned(&again.v));
-        let turned = KvSlots { k, v, ..again.clone() };
-        rope(&ctx, qkv.clone(), &turned, with.clone()).expect("valid");
-        assert_eq!((parts(&turned.k), parts(&turned.v)), (parts(&slots.k), parts(&slots.v)));
+        let (k, v) = (transposed(&again.k), transposed(&again.v));
+        let transposed = KvSlots { k, v, ..again.clone() };
+        rope(&ctx, qkv.clone(), &transposed, with.clone()).expect("valid");
+        assert_eq!(
+            (parts(&transposed.k), parts(&transposed.v)),
+            (parts(&slots.k), parts(&slots.v))
+        );
         // Another layout of only one of the two scales is an error, and so are caches of two formats.
-        let one = KvSlots { k: turned.k.clone(), ..copy(&before) };
+        let one = KvSlots { k: transposed.k.clone(), ..copy(&before) };
         let refused =
             |slots: &KvSlots| rope(&ctx, qkv.clone(), slots, with.clone()).expect_err("no");
         assert!(matches!(refused(&one), OpError::Apart("scales")));
@@ -314,12 +317,12 @@ fn mistakes_are_errors_and_write_nothing() {
     let table = Some(tensor([CAPACITY, 18], 1, &device));
     let with = RopeOptions { table, ..good() };
     assert!(fails(qkv(&device), &slots, with).contains("got 18 of 16"));
-    let turned = changed(slots.clone(), |cache| {
-        let turned = Tensor::<4>::from_data(cache.swap_dims(2, 3).into_data(), &Device::cpu());
-        turned.swap_dims(2, 3)
+    let transposed = changed(slots.clone(), |cache| {
+        let transposed = Tensor::<4>::from_data(cache.swap_dims(2, 3).into_data(), &Device::cpu());
+        transposed.swap_dims(2, 3)
     });
-    let turned = KvSlots { k: slots.k.clone(), ..turned };
-    assert!(matches!(run(qkv(&device), &turned, good()), Err(OpError::Apart("v"))));
+    let transposed = KvSlots { k: slots.k.clone(), ..transposed };
+    assert!(matches!(run(qkv(&device), &transposed, good()), Err(OpError::Apart("v"))));
     let one = changed(slots.clone(), |cache| {
         cache.narrow(0, 0, 1).expand([BATCH, HEADS[1], CAPACITY, DIM])
     });

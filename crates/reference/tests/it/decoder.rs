@@ -113,15 +113,15 @@ fn a_token_alone_takes_its_own_value() -> Result<(), Error> {
 
 /// Scores depend only on the distance of two positions: Su et al., equation 16.
 #[test]
-fn turns_are_relative() {
+fn rotations_are_relative() {
     let heads = [fill(5, 6, Distribution::Normal), fill(6, 6, Distribution::Normal)];
     let score = |stretch: &Stretch, [a, b]: [usize; 2]| {
-        let turned = |head: &[f32], position| {
+        let rotated = |head: &[f32], position| {
             let mut head: Vec<f64> = head.iter().map(|value| f64::from(*value)).collect();
-            rotary(stretch.clone()).turn(&mut head, position, 40);
+            rotary(stretch.clone()).rotate(&mut head, position, 40);
             head
         };
-        let (a, b) = (turned(&heads[0], a), turned(&heads[1], b));
+        let (a, b) = (rotated(&heads[0], a), rotated(&heads[1], b));
         a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>()
     };
     let stretches = [

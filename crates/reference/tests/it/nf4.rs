@@ -6,20 +6,20 @@ use reference::nf4::{
 use reference::{DType, Distribution, Error, FourBit, fill, int8};
 
 /// Returns the distance to the nearest value of a codebook.
-fn nearest(book: &[f32], x: f32) -> f32 {
-    book.iter().map(|value| (value - x).abs()).fold(f32::INFINITY, f32::min)
+fn nearest(codebook: &[f32], x: f32) -> f32 {
+    codebook.iter().map(|value| (value - x).abs()).fold(f32::INFINITY, f32::min)
 }
 
 #[test]
-fn code_books_are_those_of_bitsandbytes() {
-    let nf4 = FourBit::Nf4.code_book();
+fn codebooks_are_those_of_bitsandbytes() {
+    let nf4 = FourBit::Nf4.codebook();
     assert!(nf4.is_sorted() && nf4[7].to_bits() == 0 && nf4[0] == -1.0 && nf4[15] == 1.0);
     // Bits of `get_4bit_type`.
     let bits = [(1, 0xbf32_39b1u32), (6, 0xbdba_7871), (8, 0x3da2_faff), (14, 0x3f39_13b3)];
     for (code, bits) in bits {
         assert_eq!(nf4[code].to_bits(), bits, "{code}");
     }
-    let fp4 = FourBit::Fp4.code_book();
+    let fp4 = FourBit::Fp4.codebook();
     assert_eq!(fp4[1].to_bits(), 0x3baa_aaab); // 1/192
     assert_eq!(fp4[2].to_bits(), 0x3f2a_aaab); // 2/3
     assert_eq!(fp4[8].to_bits(), 0);
@@ -30,9 +30,9 @@ fn code_books_are_those_of_bitsandbytes() {
 
 #[test]
 fn a_threshold_belongs_to_the_code_below() {
-    let book = FourBit::Nf4.code_book();
+    let codebook = FourBit::Nf4.codebook();
     for code in 0..15u8 {
-        let middle = (book[usize::from(code)] + book[usize::from(code) + 1]) / 2.0;
+        let middle = (codebook[usize::from(code)] + codebook[usize::from(code) + 1]) / 2.0;
         assert_eq!(FourBit::Nf4.encode(middle), code);
         assert_eq!(FourBit::Nf4.encode(middle.next_up()), code + 1);
     }
@@ -57,7 +57,7 @@ fn a_threshold_belongs_to_the_code_below() {
 #[test]
 fn every_code_survives() -> Result<(), Error> {
     for format in FourBit::ALL {
-        for (code, value) in format.code_book().into_iter().enumerate() {
+        for (code, value) in format.codebook().into_iter().enumerate() {
             let back = format.encode(value);
             assert_eq!(usize::from(back), if value == 0.0 { code & 7 } else { code });
         }
@@ -107,7 +107,7 @@ fn zeros_and_subnormals() -> Result<(), Error> {
     let blocks = FourBit::Nf4.quantize(&values, 32)?;
     assert_eq!(blocks.absmax, [0.0, 0.0, 2.0]);
     assert_eq!(blocks.codes[..32], [0x77; 32]);
-    let back = dequantize(&FourBit::Nf4.code_book(), &blocks.codes, &blocks.absmax, 32, 70)?;
+    let back = dequantize(&FourBit::Nf4.codebook(), &blocks.codes, &blocks.absmax, 32, 70)?;
     assert!(
         back.iter()
             .enumerate()
@@ -151,9 +151,9 @@ fn what_is_wrong_is_named() {
         assert_eq!(int8::quantize(&values, 10, 10), Err(want));
     }
     let length = |what, need, have| Err(Error::Length { what, need, have });
-    let book = nf4.code_book();
-    assert_eq!(dequantize(&book, &[0; 16], &[1.0], 32, 33), length("codes", 17, 16));
-    assert_eq!(dequantize(&book, &[0; 17], &[1.0], 32, 33), length("absmax", 2, 1));
+    let codebook = nf4.codebook();
+    assert_eq!(dequantize(&codebook, &[0; 16], &[1.0], 32, 33), length("codes", 17, 16));
+    assert_eq!(dequantize(&codebook, &[0; 17], &[1.0], 32, 33), length("absmax", 2, 1));
     assert_eq!(unnest(&dynamic_map(), &[0; 257], &[1.0], 0.0), length("nested_absmax", 2, 1));
     assert_eq!(nf4.disagreement(&[1.0; 3], 32, &[0], 0).err(), length("codes", 2, 1).err());
     assert_eq!(nested_disagreement(&[1.0], 0.0, &[], 0).err(), length("codes", 1, 0).err());
@@ -190,15 +190,15 @@ proptest! {
         prop_assert_eq!(blocks.codes.len(), len.div_ceil(2));
         let padding = if len % 2 == 1 { format.encode(0.0) } else { blocks.codes[len / 2 - 1] & 15 };
         prop_assert_eq!(blocks.codes[blocks.codes.len() - 1] & 15, padding);
-        let book = format.code_book();
-        let back = dequantize(&book, &blocks.codes, &blocks.absmax, block_size, len)?;
+        let codebook = format.codebook();
+        let back = dequantize(&codebook, &blocks.codes, &blocks.absmax, block_size, len)?;
         for (b, (values, back)) in
             values.chunks(block_size).zip(back.chunks(block_size)).enumerate()
         {
             let absmax = blocks.absmax[b];
-            prop_assert_eq!(absmax, values.iter().fold(0.0, |most: f32, v| most.max(v.abs())));
+            prop_assert_eq!(absmax, values.iter().fold(0.0, |max: f32, v| max.max(v.abs())));
             for (v, back) in values.iter().zip(back) {
-                let (error, least) = ((v - back).abs() / absmax, nearest(&book, v / absmax));
+                let (error, least) = ((v - back).abs() / absmax, nearest(&codebook, v / absmax));
                 prop_assert!(error <= least + 1e-6, "{} {} {}", v, back, absmax);
             }
         }
@@ -206,7 +206,7 @@ proptest! {
         // The result is a fixed point.
         let again = format.quantize(&back, block_size)?;
         prop_assert_eq!(
-            dequantize(&book, &again.codes, &again.absmax, block_size, len)?,
+            dequantize(&codebook, &again.codes, &again.absmax, block_size, len)?,
             back
         );
     }

@@ -9,7 +9,7 @@ use super::table::{Align, Table};
 use super::text::{across, tables};
 use crate::stream::Column;
 
-const STYLE: &str = include_str!("page.css");
+pub(super) const STYLE: &str = include_str!("page.css");
 
 /// Renders the page of a run; `comparison`, if there is one, comes first.
 pub(crate) fn page(run: &[Column], comparison: Option<&Table>) -> String {
@@ -101,7 +101,7 @@ fn list(title: &str, entries: Vec<(String, String)>) -> Markup {
     }
 }
 
-fn grid(table: &Table) -> Markup {
+pub(super) fn grid(table: &Table) -> Markup {
     // Long text wraps, at a readable minimum width.
     let class = |i: usize, text: &str| match table.columns()[i].1 {
         Align::Left if text.len() > 20 => "left long",

@@ -12,6 +12,7 @@ mod roofline;
 pub(crate) mod sample;
 mod table;
 mod text;
+mod training;
 
 pub(crate) use data::{csv, json};
 pub use format::{digits, error};
@@ -20,3 +21,4 @@ pub(crate) use html::page;
 pub use readme::readme;
 pub use table::{Align, Style, Table};
 pub(crate) use text::{document, notes};
+pub use training::{TrainingStep, training};

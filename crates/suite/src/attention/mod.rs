@@ -237,7 +237,7 @@ impl KernelSuite for Attention {
             AttentionProblem::dense(4, [16, 4], [seq; 2], head_dim, DType::Bf16)
                 .expect("valid sizes")
         };
-        let case = |problem, most| InstanceCase { problem, most, clean: 1 };
+        let case = |problem, max_candidates| InstanceCase { problem, max_candidates, clean: 1 };
         let mut cases = vec![case(dense(4096, 128), 4)];
         for head_dim in HEAD_DIMS {
             let p = AttentionProblem { causal: true, lse: true, ..dense(4001, head_dim) };

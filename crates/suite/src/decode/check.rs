@@ -59,7 +59,7 @@ pub(super) fn verify(
         return checked;
     }
     let verdict = checked?;
-    let Some(whole) = config.uncut() else { return Ok(verdict) };
+    let Some(whole) = config.without_splits() else { return Ok(verdict) };
     let whole = check_one(device, case, &whole)?;
     if case.inputs == Inputs::Even && whole.digest != verdict.digest {
         return Err(CheckError::Kernel(

@@ -315,14 +315,14 @@ impl KernelSuite for Decode {
             DecodeProblem::contiguous(1, heads, seq_q, 8192, head_dim, DType::Bf16)
                 .expect("valid sizes")
         };
-        let case = |problem, most| InstanceCase { problem, most, clean: 1 };
+        let case = |problem, max_candidates| InstanceCase { problem, max_candidates, clean: 1 };
         let mut cases = Vec::new();
         for head_dim in HEAD_DIMS {
             for (heads, seq_q) in [([32, 8], 1), ([32, 8], 4), ([32, 4], 16)] {
                 let p = full(heads, seq_q, head_dim);
-                let most = if head_dim == 128 && seq_q == 1 { usize::MAX } else { 1 };
-                cases.push(case(p, most));
-                cases.push(case(DecodeProblem { cache: DType::I8, ..p }, most));
+                let max_candidates = if head_dim == 128 && seq_q == 1 { usize::MAX } else { 1 };
+                cases.push(case(p, max_candidates));
+                cases.push(case(DecodeProblem { cache: DType::I8, ..p }, max_candidates));
             }
         }
         let p = full([32, 8], 1, 128);
@@ -416,7 +416,7 @@ mod tests {
             assert!(even.len() > 8);
             for case in even {
                 let first = Decode::candidates(&card, &case.problem)[0];
-                assert!(first.uncut().is_some(), "{:?} by {first:?}", case.problem);
+                assert!(first.without_splits().is_some(), "{:?} by {first:?}", case.problem);
             }
         }
     }

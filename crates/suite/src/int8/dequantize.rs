@@ -80,7 +80,7 @@ impl KernelSuite for Int8Dequantize {
 
     fn instances() -> Vec<InstanceCase<DequantizeProblem>> {
         let problem = |weight| DequantizeProblem { weight, out: DType::Bf16 };
-        let case = |weight| InstanceCase { problem: problem(weight), most: 2, clean: 2 };
+        let case = |weight| InstanceCase { problem: problem(weight), max_candidates: 2, clean: 2 };
         instance_weights().map(case).into()
     }
 

@@ -194,16 +194,16 @@ impl KernelSuite for Int8Matmul {
         for weight in instance_weights() {
             for m in [1, 2, 8] {
                 let plain = Int8MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
-                cases.push(InstanceCase { problem: plain, most: 20, clean: 20 });
+                cases.push(InstanceCase { problem: plain, max_candidates: 20, clean: 20 });
                 let problem = Int8MatmulProblem { epilogue: all, ..plain };
-                cases.push(InstanceCase { problem, most: 1, clean: 1 });
+                cases.push(InstanceCase { problem, max_candidates: 1, clean: 1 });
             }
         }
         // Codes converted to 16-bit floats, for enough rows to fill the tiles.
         for (m, dtype) in [(64, DType::F16), (64, DType::Bf16), (512, DType::Bf16)] {
             let weight = weight(4096, 4096);
             let plain = Int8MatmulProblem::new(m, weight, dtype).expect("there are rows");
-            cases.push(InstanceCase { problem: plain, most: 8, clean: 8 });
+            cases.push(InstanceCase { problem: plain, max_candidates: 8, clean: 8 });
         }
         // x in 8 bits, with and without outlier columns.
         for (m, threshold) in [(16, 6.0), (512, 0.0), (512, 6.0)] {
@@ -212,7 +212,7 @@ impl KernelSuite for Int8Matmul {
             let activations = Some(Activations { threshold });
             cases.push(InstanceCase {
                 problem: Int8MatmulProblem { activations, ..plain },
-                most: 6,
+                max_candidates: 6,
                 clean: 6,
             });
         }

@@ -105,7 +105,7 @@ impl KernelSuite for Int8Quantize {
 
     fn instances() -> Vec<InstanceCase<QuantizeProblem>> {
         let problem = |weight| QuantizeProblem { weight, dtype: DType::Bf16 };
-        let case = |weight| InstanceCase { problem: problem(weight), most: 2, clean: 2 };
+        let case = |weight| InstanceCase { problem: problem(weight), max_candidates: 2, clean: 2 };
         instance_weights().map(case).into()
     }
 

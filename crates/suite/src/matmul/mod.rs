@@ -340,19 +340,19 @@ impl KernelSuite for Matmul {
             Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
         let whole = |layouts, precision| {
             let problem = dense([4096; 3], layouts, precision);
-            InstanceCase { problem, most: usize::MAX, clean: usize::MAX }
+            InstanceCase { problem, max_candidates: usize::MAX, clean: usize::MAX }
         };
         // Whole vectors, but ragged tiles.
-        let ragged = |layouts, precision, most| InstanceCase {
+        let ragged = |layouts, precision, max_candidates| InstanceCase {
             problem: dense([4088, 4072, 4104], layouts, precision),
-            most,
+            max_candidates,
             clean: 1,
         };
         // Sizes that no vector divides: elements are copied one by one. On sm_89 and sm_120 some configs then spill up
         // to 148 bytes.
         let odd = |layouts, precision| InstanceCase {
             problem: dense([4095, 4093, 4091], layouts, precision),
-            most: 2,
+            max_candidates: 2,
             clean: 0,
         };
         let mut cases = vec![
@@ -366,23 +366,23 @@ impl KernelSuite for Matmul {
             whole([row, col], F16Acc16),
             whole([row, row], F16Acc16),
             // f16 code differs from bf16 code in one letter of an instruction.
-            InstanceCase { most: 1, ..whole([row, col], F16) },
+            InstanceCase { max_candidates: 1, ..whole([row, col], F16) },
         ];
         // Few rows: flat tiles and split-k.
         for m in [1, 8, 64] {
             for [n, k] in [[14336, 4096], [4096, 14336]] {
                 let problem = dense([m, n, k], [row, col], Bf16);
-                cases.push(InstanceCase { problem, most: usize::MAX, clean: 1 });
+                cases.push(InstanceCase { problem, max_candidates: usize::MAX, clean: 1 });
             }
         }
         for (m, kind) in [(1, NormKind::Rms), (2, NormKind::RmsPlusOne)] {
             let problem = dense([m, 14336, 4096], [row, col], Bf16);
             let problem = MatmulProblem { norm: Some(kind), ..problem };
-            cases.push(InstanceCase { problem, most: usize::MAX, clean: 1 });
+            cases.push(InstanceCase { problem, max_candidates: usize::MAX, clean: 1 });
         }
         let thin = dense([8, 4096, 14336], [row, col], Bf16);
         let thin = MatmulProblem { epilogue: everything, ..thin };
-        cases.push(InstanceCase { problem: thin, most: 2, clean: 1 });
+        cases.push(InstanceCase { problem: thin, max_candidates: 2, clean: 1 });
         cases.extend([
             ragged([row, col], Bf16, 5),
             ragged([row, col], F32, 2),
@@ -398,13 +398,15 @@ impl KernelSuite for Matmul {
         ] {
             let InstanceCase { problem, .. } = whole([row, col], Bf16);
             let problem = MatmulProblem { epilogue, ..problem };
-            cases.push(InstanceCase { problem, most: 1, clean: 1 });
+            cases.push(InstanceCase { problem, max_candidates: 1, clean: 1 });
         }
-        for InstanceCase { problem, most, clean } in [odd([row, row], Bf16), odd([row, row], F32)] {
+        for InstanceCase { problem, max_candidates, clean } in
+            [odd([row, row], Bf16), odd([row, row], F32)]
+        {
             let epilogue = everything;
             cases.push(InstanceCase {
                 problem: MatmulProblem { epilogue, ..problem },
-                most,
+                max_candidates,
                 clean,
             });
         }
@@ -415,7 +417,7 @@ impl KernelSuite for Matmul {
             let grouped =
                 MatmulProblem::grouped(8, [4096; 3], col, precision).expect("positive sizes");
             let problem = MatmulProblem { epilogue, ..grouped };
-            cases.push(InstanceCase { problem, most: 2, clean: 1 });
+            cases.push(InstanceCase { problem, max_candidates: 2, clean: 1 });
         }
         cases
     }

@@ -349,38 +349,38 @@ impl KernelSuite for Nf4Matmul {
         let mut cases = Vec::new();
         for weight in of {
             // Tiles: the streaming configs only, because GEMV code differs between the orders only in its loads.
-            let most = if weight.order == Order::Tiles { 4 } else { 7 };
+            let max_candidates = if weight.order == Order::Tiles { 4 } else { 7 };
             for m in [1, 16] {
-                cases.push(InstanceCase { problem: product(m, weight), most, clean: 1 });
+                cases.push(InstanceCase { problem: product(m, weight), max_candidates, clean: 1 });
             }
             for m in [1, 512] {
                 let problem = Nf4MatmulProblem { epilogue: all, ..product(m, weight) };
-                cases.push(InstanceCase { problem, most: 1, clean: 1 });
+                cases.push(InstanceCase { problem, max_candidates: 1, clean: 1 });
             }
         }
         let weight = Weight { k: 14336, ..of[0] };
-        cases.push(InstanceCase { problem: product(8, weight), most: 4, clean: 1 });
+        cases.push(InstanceCase { problem: product(8, weight), max_candidates: 4, clean: 1 });
         for m in [64, 500] {
-            cases.push(InstanceCase { problem: product(m, of[0]), most: 6, clean: 1 });
+            cases.push(InstanceCase { problem: product(m, of[0]), max_candidates: 6, clean: 1 });
         }
         let half = Nf4MatmulProblem { dtype: DType::F16, ..product(1, of[0]) };
-        cases.push(InstanceCase { problem: half, most: 1, clean: 1 });
+        cases.push(InstanceCase { problem: half, max_candidates: 1, clean: 1 });
         // Gated weights.
         let silu = Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() };
-        for (m, weight, most) in [(1, of[0], 2), (1, weight, 1), (16, of[0], 2)]
+        for (m, weight, max_candidates) in [(1, of[0], 2), (1, weight, 1), (16, of[0], 2)]
             .into_iter()
             .chain([(64, of[0], 4), (1, of[2], 2)])
         {
             let gated = product(m, weight).gated_by_half().expect("halves are whole");
             let problem = Nf4MatmulProblem { epilogue: silu, ..gated };
-            cases.push(InstanceCase { problem, most, clean: 1 });
+            cases.push(InstanceCase { problem, max_candidates, clean: 1 });
             let problem = Nf4MatmulProblem { norm: Some(NormKind::Rms), ..problem };
-            cases.push(InstanceCase { problem, most, clean: 1 });
+            cases.push(InstanceCase { problem, max_candidates, clean: 1 });
         }
         for (m, weight) in [(1, of[0]), (8, of[0]), (1, of[2])] {
             let norm = Some(NormKind::RmsPlusOne);
             let problem = Nf4MatmulProblem { norm, ..product(m, weight) };
-            cases.push(InstanceCase { problem, most: 2, clean: 1 });
+            cases.push(InstanceCase { problem, max_candidates: 2, clean: 1 });
         }
         cases
     }

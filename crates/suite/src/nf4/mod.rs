@@ -60,7 +60,7 @@ const fn code_name(code: FourBit) -> &'static str {
 
 /// A quantised weight on the host.
 struct Quantized {
-    book: [f32; 16],
+    codebook: [f32; 16],
     codes: Vec<u8>,
     /// Decoded scales, one per block.
     absmax: Vec<f32>,
@@ -76,7 +76,7 @@ impl Quantized {
         let mut values = weights(seed, len, weight.k);
         zero_first(&mut values, block_size);
         let blocks = code.quantize(&values, block_size)?;
-        let book = code.code_book();
+        let codebook = code.codebook();
         let (absmax, nested) = if weight.nested {
             let offset = nf4::mean(&blocks.absmax);
             let outer = nf4::nest(&blocks.absmax, offset)?;
@@ -85,8 +85,8 @@ impl Quantized {
         } else {
             (blocks.absmax, None)
         };
-        let values = nf4::dequantize(&book, &blocks.codes, &absmax, block_size, len)?;
-        Ok(Self { book, codes: blocks.codes, absmax, nested, values })
+        let values = nf4::dequantize(&codebook, &blocks.codes, &absmax, block_size, len)?;
+        Ok(Self { codebook, codes: blocks.codes, absmax, nested, values })
     }
 
     /// Uploads the buffers of `weight`, in its order.
@@ -101,9 +101,9 @@ impl Quantized {
                 Some((codes, ..)) => bytes(codes),
                 None => floats(&self.absmax),
             },
-            book: floats(&self.book),
+            codebook: floats(&self.codebook),
             nested: self.nested.as_ref().map(|(_, scales, offset)| NestedBuffers {
-                book: floats(&nf4::dynamic_map()),
+                codebook: floats(&nf4::dynamic_map()),
                 scales: floats(&scales.iter().flat_map(|s| [*s, *offset]).collect::<Vec<_>>()),
             }),
         };
@@ -126,20 +126,20 @@ fn values_of(
     let absmax = match &buffers.nested {
         Some(nested) => {
             let codes = read(device, &buffers.absmax, blocks)?;
-            let book = floats(&nested.book, 256)?;
+            let codebook = floats(&nested.codebook, 256)?;
             let scales = floats(&nested.scales, 2 * rows.groups() as usize)?;
-            let book: [f32; 256] = book.try_into().expect("256 were read");
+            let codebook: [f32; 256] = codebook.try_into().expect("256 were read");
             // Each group has its own offset.
             let groups = codes.chunks(256).zip(scales.chunks_exact(2));
-            let each = groups.map(|(codes, s)| nf4::unnest(&book, codes, &s[..1], s[1]));
+            let each = groups.map(|(codes, s)| nf4::unnest(&codebook, codes, &s[..1], s[1]));
             each.collect::<Result<Vec<_>, _>>()?.concat()
         }
         None => floats(&buffers.absmax, blocks)?,
     };
-    let book: [f32; 16] = floats(&buffers.book, 16)?.try_into().expect("16 were read");
+    let codebook: [f32; 16] = floats(&buffers.codebook, 16)?.try_into().expect("16 were read");
     let codes = read(device, &buffers.codes, weight.len().div_ceil(2) as usize)?;
     let (block_size, len) = (weight.block_size as usize, weight.len() as usize);
-    Ok(nf4::dequantize(&book, &codes, &absmax, block_size, len)?)
+    Ok(nf4::dequantize(&codebook, &codes, &absmax, block_size, len)?)
 }
 
 fn weight(n: u32, k: u32, block_size: u32, nested: bool, order: Order) -> Weight {

@@ -3,7 +3,7 @@
 use arch::{Backend, DType, Device};
 use kernels::matmul::Precision;
 use kernels::nf4::{
-    CodeBook, Nf4Quantize, Order, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest,
+    Codebook, Nf4Quantize, Order, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest,
     nested_values,
 };
 use reference::{Comparison, Distribution, FourBit, fill, nf4};
@@ -37,7 +37,7 @@ impl KernelSuite for Nf4Quantize {
     fn params(p: &QuantizeProblem) -> Params {
         let mut params = weight_params(&p.weight, p.dtype);
         params.remove("order");
-        params.insert("book".to_owned(), p.book.name().into());
+        params.insert("book".to_owned(), p.codebook.name().into());
         params
     }
 
@@ -59,10 +59,10 @@ impl KernelSuite for Nf4Quantize {
             rows(37, 41, 64, false),
             rows(3, 22000, 64, true),
         ]);
-        let books = [CodeBook::Nf4, CodeBook::Fp4];
-        let problems = weights
-            .into_iter()
-            .flat_map(|weight| books.map(|book| QuantizeProblem { weight, dtype, book }));
+        let codebooks = [Codebook::Nf4, Codebook::Fp4];
+        let problems = weights.into_iter().flat_map(|weight| {
+            codebooks.map(|codebook| QuantizeProblem { weight, dtype, codebook })
+        });
         (1..).zip(problems).map(|(seed, problem)| QuantizeCase { problem, seed }).collect()
     }
 
@@ -108,24 +108,26 @@ impl KernelSuite for Nf4Quantize {
         let (len, block_size) = (p.weight.len() as usize, p.weight.block_size as usize);
         let dtype = reference_dtype(p.dtype);
         let values = dtype.decode(&read(device, &operands.values, len * dtype.bytes())?)?;
-        let book = match p.book {
-            CodeBook::Nf4 => FourBit::Nf4,
-            CodeBook::Fp4 => FourBit::Fp4,
+        let four_bit = match p.codebook {
+            Codebook::Nf4 => FourBit::Nf4,
+            Codebook::Fp4 => FourBit::Fp4,
         };
-        let expected = book.quantize(&values, block_size)?;
+        let expected = four_bit.quantize(&values, block_size)?;
         let codes = read(device, &operands.codes, len.div_ceil(2))?;
         let absmax = read(device, &operands.absmax, expected.absmax.len() * 4)?;
         let flag = read(device, &operands.flag, 4)?;
         let mut wrong = vec![reference::DType::F32.decode(&absmax)? != expected.absmax];
-        wrong.push(book.disagreement(&values, block_size, &codes, 2)?.is_some());
+        wrong.push(four_bit.disagreement(&values, block_size, &codes, 2)?.is_some());
         // A block of zeros has the code of zero. An odd count is padded with that code.
         let zeros = values.iter().take(block_size).all(|v| *v == 0.0);
         wrong.push(
             zeros && codes[..block_size.min(len) / 2] != expected.codes[..block_size.min(len) / 2],
         );
-        wrong.push(len % 2 == 1 && codes[len / 2] & 15 != book.encode(0.0));
+        wrong.push(len % 2 == 1 && codes[len / 2] & 15 != four_bit.encode(0.0));
         wrong.push(flag != [0; 4]);
-        wrong.push(book.code_book() != p.book.values() || nested_values() != nf4::dynamic_map());
+        wrong.push(
+            four_bit.codebook() != p.codebook.values() || nested_values() != nf4::dynamic_map(),
+        );
         if p.weight.nested {
             let offset = nf4::mean(&expected.absmax);
             let (bytes, nested) = nest(device, &operands.absmax, p.weight, offset);
@@ -148,16 +150,16 @@ impl KernelSuite for Nf4Quantize {
             (_, Scale::Host) => (4096, 1024, DType::F32),
         };
         let weight = weight(n, k, 64, false, Order::Rows);
-        vec![BenchCase::alone(QuantizeProblem { weight, dtype, book: CodeBook::Nf4 })]
+        vec![BenchCase::alone(QuantizeProblem { weight, dtype, codebook: Codebook::Nf4 })]
     }
 
     fn instances() -> Vec<InstanceCase<QuantizeProblem>> {
-        let case = |book, block_size| {
+        let case = |codebook, block_size| {
             let weight = weight(4096, 4096, block_size, false, Order::Rows);
-            let problem = QuantizeProblem { weight, dtype: DType::Bf16, book };
-            InstanceCase { problem, most: 2, clean: 2 }
+            let problem = QuantizeProblem { weight, dtype: DType::Bf16, codebook };
+            InstanceCase { problem, max_candidates: 2, clean: 2 }
         };
-        vec![case(CodeBook::Nf4, 64), case(CodeBook::Nf4, 4096), case(CodeBook::Fp4, 64)]
+        vec![case(Codebook::Nf4, 64), case(Codebook::Nf4, 4096), case(Codebook::Fp4, 64)]
     }
 
     fn torch(p: &QuantizeProblem) -> Option<Value> {

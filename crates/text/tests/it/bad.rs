@@ -5,6 +5,7 @@ use std::fs;
 use serde_json::{Map, Value, json};
 use text::{ChatTemplate, Error, SpecialTokens, Tokenizer};
 
+use crate::fuzz::timed;
 use crate::{FIXTURES, fixture};
 
 /// Checks that the last line of a message is its only hint, and returns the message.
@@ -156,6 +157,11 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
 fn a_tokenizer_that_takes_long_is_refused() {
     let added = |content: String| json!([{ "id": 420, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true }]);
     let word = |key: &str, value: Value| json!({ "type": "WordPiece", "unk_token": "x", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "vocab": { "x": 0 }, key: value });
+    let unigram = |longest: usize| {
+        let pieces: Vec<Value> =
+            (1..=longest).map(|len| json!(["a".repeat(len), -(len as f64)])).collect();
+        json!({ "type": "Unigram", "unk_id": 0, "vocab": pieces })
+    };
     for (part, value, why) in [
         (
             "added_tokens",
@@ -172,12 +178,17 @@ fn a_tokenizer_that_takes_long_is_refused() {
             word("max_input_chars_per_word", json!(u64::MAX)),
             "its model reads words of 18446744073709551615 characters",
         ),
+        ("model", unigram(300), "its model has a piece of 300 bytes, expected at most 256"),
     ] {
         let error = with(part, &value).expect_err(why);
         assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
         assert!(hinted(&error).contains(why), "{error}");
     }
     with("added_tokens", &added("ab".repeat(500))).expect("long");
+    timed(move || {
+        let tokenizer = with("model", &unigram(256)).expect("as long as it may be");
+        tokenizer.encode(&"a".repeat(100_000), false).expect("a long word");
+    });
     let folder = tempfile::tempdir().expect("a folder for the test");
     fs::copy(fixture("split/tokenizer.json"), folder.path().join("tokenizer.json"))
         .expect("copied");
@@ -199,8 +210,36 @@ fn a_tokenizer_that_takes_long_is_refused() {
     // Each token is looked up among the others.
     let config = json!({ "extra_special_tokens": tokens("b", 8), "added_tokens_decoder": many });
     assert_eq!(open(config).expect("many tokens").tokens(), 200_424);
+    let named: Map<String, Value> =
+        tokens("n", 8).into_iter().map(|name| (name.clone(), name.into())).collect();
+    assert_eq!(
+        open(json!({ "extra_special_tokens": named })).expect("many names").tokens(),
+        100_424
+    );
     let error = open(json!({ "extra_special_tokens": tokens("b", 50) })).expect_err("more tokens");
     assert!(hinted(&error).contains("its added tokens are too many or too long"), "{error}");
+}
+
+#[test]
+fn pointers_of_git_lfs_are_named() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17209920\n";
+    let write =
+        |name: &str, text: &str| fs::write(folder.path().join(name), text).expect("written");
+    let named = |error: Error| {
+        assert!(matches!(error, Error::Read { .. }), "{error}");
+        let why = "it is a git-lfs pointer, not the file\nhint: fetch it with `git lfs pull`";
+        assert!(hinted(&error).contains(why), "{error}");
+    };
+    write("tokenizer.json", pointer);
+    named(Tokenizer::open(folder.path()).expect_err("a pointer"));
+    fs::copy(fixture("split/tokenizer.json"), folder.path().join("tokenizer.json"))
+        .expect("copied");
+    write("tokenizer_config.json", pointer);
+    named(Tokenizer::open(folder.path()).expect_err("a pointer"));
+    write("tokenizer_config.json", "{}");
+    write("chat_template.jinja", pointer);
+    named(ChatTemplate::open(folder.path()).expect_err("a pointer"));
 }
 
 /// Panics that the probe text on open does not trigger.

@@ -19,7 +19,7 @@ use crate::mutated::{edit, messages, mutated, part, value};
 use crate::{FIXTURES, fixture};
 
 /// Time limit of a case.
-const MOST: Duration = Duration::from_secs(20);
+const MAX_TIME: Duration = Duration::from_secs(20);
 
 /// Pieces of templates; most sequences of them are invalid.
 pub(crate) const PIECES: [&str; 48] = [
@@ -85,8 +85,8 @@ pub(crate) fn timed(case: impl FnOnce() + Send + 'static) {
         case();
         done.send(()).ok();
     });
-    match end.recv_timeout(MOST) {
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("it takes over {MOST:?}"),
+    match end.recv_timeout(MAX_TIME) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("it takes over {MAX_TIME:?}"),
         _ => thread.join().expect("it does not panic"),
     }
 }

@@ -154,14 +154,14 @@ impl FlashPlan {
             own: self.own.shape,
             other: self.other.shape,
             bf16: self.bf16,
-            ahead: false,
+            pipelined: false,
         }
     }
 
     const fn region(self) -> Region {
         let (rows, others) = (self.config.rows, self.config.tile_kv);
         let (queries, keys) = if self.side.keys { (others, rows) } else { (rows, others) };
-        Region { queries, keys, turned: self.side.keys, exact: self.exact }
+        Region { queries, keys, transposed: self.side.keys, exact: self.exact }
     }
 }
 

@@ -18,10 +18,10 @@
 //! Source: Dao et al., "FlashAttention" (2022), section 3.1 and appendix B.
 
 mod flash;
-mod plane;
 mod problem;
 mod rows;
 mod stats;
+mod subgroup;
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -33,8 +33,8 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 pub use problem::BackwardProblem;
 
 use super::config::{addresses, flash as tiles, matrices, plane as blocks, serves};
-use super::plane::{PlaneConfig, PlanePlan};
 use super::scores::{Scores, ScoresLaunch};
+use super::subgroup::{SubgroupConfig, SubgroupPlan};
 use super::{
     AttentionConfig, AttentionOperands, Dims, FlashConfig, HeadStrides, Implementation, RowsConfig,
     Sequences, SequencesLaunch, Steps, address, bytes_of, types,
@@ -43,8 +43,8 @@ use crate::elem::elem;
 use crate::fits::{iterations, limits, rtx, shape};
 use crate::launch::launch;
 use flash::{FlashPlan, Side};
-use plane::SidePlan;
 use rows::RowsPlan;
+use subgroup::SidePlan;
 
 /// The attention kernel family, backward.
 pub struct AttentionBackward;
@@ -75,7 +75,8 @@ pub struct BackwardConfig {
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum SideConfig {
     Flash(FlashConfig),
-    Plane(PlaneConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
     Rows(RowsConfig),
 }
 
@@ -83,20 +84,20 @@ impl From<SideConfig> for AttentionConfig {
     fn from(config: SideConfig) -> Self {
         match config {
             SideConfig::Flash(c) => Self::Flash(c),
-            SideConfig::Plane(c) => Self::Plane(c),
+            SideConfig::Subgroup(c) => Self::Subgroup(c),
             SideConfig::Rows(c) => Self::Rows(c),
         }
     }
 }
 
 /// Ordered from the widest tiles. Cooperative-matrix configs serve both sides.
-const PLANES: [SideConfig; 6] = [
-    SideConfig::Plane(blocks(8, 16, 32)),
-    SideConfig::Plane(blocks(4, 16, 32)),
-    SideConfig::Plane(blocks(8, 16, 16)),
-    SideConfig::Plane(blocks(4, 16, 16)),
-    SideConfig::Plane(blocks(2, 16, 32)),
-    SideConfig::Plane(blocks(2, 16, 16)),
+const SUBGROUP: [SideConfig; 6] = [
+    SideConfig::Subgroup(blocks(8, 16, 32)),
+    SideConfig::Subgroup(blocks(4, 16, 32)),
+    SideConfig::Subgroup(blocks(8, 16, 16)),
+    SideConfig::Subgroup(blocks(4, 16, 16)),
+    SideConfig::Subgroup(blocks(2, 16, 32)),
+    SideConfig::Subgroup(blocks(2, 16, 16)),
 ];
 const QUERIES: [SideConfig; 6] = [
     SideConfig::Flash(tiles(4, 32, 32, 2)),
@@ -138,7 +139,7 @@ impl Kernel for AttentionBackward {
                 |c: &SideConfig| if keys { of_keys(c, head_dim) } else { &[Side::QUERIES][..] };
             let fit =
                 |c: &&SideConfig| sides(c).iter().all(|s| check(arch, problem, c, *s).is_ok());
-            let mut all: Vec<_> = all.iter().chain(&PLANES).filter(fit).copied().collect();
+            let mut all: Vec<_> = all.iter().chain(&SUBGROUP).filter(fit).copied().collect();
             let any = |c: &SideConfig, of: fn(&ArchProfile, &BackwardProblem, &SideConfig, Side) -> bool| {
                 sides(c).iter().any(|s| of(arch, problem, c, *s))
             };
@@ -149,7 +150,7 @@ impl Kernel for AttentionBackward {
         };
         let (queries, keys) = (of(&QUERIES, false), of(&KEYS, true));
         let (Some(&first_queries), Some(&first_keys)) = (queries.first(), keys.first()) else {
-            return Self::simplest(arch, problem).into_iter().collect();
+            return Self::baseline(arch, problem).into_iter().collect();
         };
         let first = BackwardConfig { queries: first_queries, keys: first_keys };
         let other_queries = queries[1..].iter().map(|&queries| BackwardConfig { queries, ..first });
@@ -171,7 +172,7 @@ impl Kernel for AttentionBackward {
         problem.cost()
     }
 
-    fn simplest(
+    fn baseline(
         arch: &ArchProfile,
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
@@ -314,14 +315,14 @@ impl Implementation {
     ) -> Result<BackwardConfig, Infeasible> {
         let flash = |c: &BackwardConfig| !matches!(c.queries, SideConfig::Rows(_));
         match self {
-            Self::Plain => AttentionBackward::simplest(arch, problem),
+            Self::Plain => AttentionBackward::baseline(arch, problem),
             Self::Flash => {
                 match AttentionBackward::candidates(arch, problem).into_iter().find(flash) {
                     Some(config) => Ok(config),
                     // A requirement that the smallest config misses, every config misses.
                     None => {
                         let smallest = match arch.matrices_from_words() {
-                            true => SideConfig::Plane(blocks(2, 16, 16)),
+                            true => SideConfig::Subgroup(blocks(2, 16, 16)),
                             false => SideConfig::Flash(tiles(2, 16, 16, 2)),
                         };
                         let config = BackwardConfig { queries: smallest, keys: smallest };
@@ -347,7 +348,7 @@ fn sides(
 const fn of_keys(config: &SideConfig, head_dim: u32) -> &'static [Side] {
     match config {
         SideConfig::Flash(_) => Side::of_keys(head_dim),
-        SideConfig::Plane(_) => Side::APART,
+        SideConfig::Subgroup(_) => Side::APART,
         SideConfig::Rows(_) => Side::of_keys(0),
     }
 }
@@ -364,7 +365,7 @@ fn check(
     iterations(arch, if side.keys { queries } else { u64::from(p.seq_kv) } + 3)?;
     let c = match config {
         SideConfig::Flash(c) => c,
-        SideConfig::Plane(c) => {
+        SideConfig::Subgroup(c) => {
             // At head_dim 256, both operands of 16 rows and their accumulators do not fit in
             // registers. Even with spills they are many times faster than the plain path.
             return matrices(arch, *c, SidePlan::shared_bytes(*c, p.head_dim));
@@ -407,7 +408,7 @@ fn registers(
             let slopes = if p.softcap.is_some() { 8 } else { 0 };
             side.registers(*c, p.head_dim) + addresses(p) + slopes
         }
-        SideConfig::Plane(c) => SidePlan::registers(*c, side, p.head_dim, arch.plane_size.0),
+        SideConfig::Subgroup(c) => SidePlan::registers(*c, side, p.head_dim, arch.plane_size.0),
         SideConfig::Rows(_) => 0,
     }
 }
@@ -471,10 +472,10 @@ impl Plan {
                 cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
                 cube_dim: CubeDim::new_2d(32, c.planes),
             },
-            SideConfig::Plane(c) => {
+            SideConfig::Subgroup(c) => {
                 let BackwardProblem { dout, dq, dk, dv, .. } = *problem;
                 let plane = arch.plane_size.0;
-                let plan = PlanePlan {
+                let plan = SubgroupPlan {
                     config: c,
                     head_dim: p.head_dim,
                     plane,
@@ -482,7 +483,7 @@ impl Plan {
                     exact: !p.varlen && others % c.tile_kv == 0,
                 };
                 Self {
-                    path: Path::Plane(SidePlan { side, plane: plan }),
+                    path: Path::Subgroup(SidePlan { side, subgroup: plan }),
                     widths: [p.width_with(4, &[p.out, dout, dq, dk, dv]); 2],
                     cubes: CubeCount::Static(own.div_ceil(c.tile_q()), own_heads, p.batch),
                     cube_dim: CubeDim::new_2d(plane, c.planes),
@@ -505,7 +506,7 @@ impl Plan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Flash(FlashPlan),
-    Plane(SidePlan),
+    Subgroup(SidePlan),
     Rows(RowsPlan),
 }
 
@@ -555,7 +556,7 @@ fn gradients<F: Float, M: Int, NI: Size, NO: Size>(
             own_1, own_2, other_1, other_2, stats, out_1, out_2, &scores, &sequences, dims, roles,
             plan,
         ),
-        Path::Plane(plan) => plane::plane::<F, M, NI, NO>(
+        Path::Subgroup(plan) => subgroup::subgroup::<F, M, NI, NO>(
             own_1, own_2, other_1, other_2, stats, out_1, out_2, &scores, &sequences, dims, roles,
             plan,
         ),

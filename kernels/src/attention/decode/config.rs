@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
 use super::DecodeProblem;
-use super::lanes::{self, LanesConfig};
+use super::gemv::{self, GemvConfig};
 use super::merge::COUNTERS;
 use super::plan::{SplitConfig, SplitPlan};
 use crate::attention::Implementation;
@@ -18,7 +18,8 @@ use crate::fits::{iterations, limits, shape, stores};
 #[serde(tag = "path", rename_all = "lowercase")]
 pub enum DecodeConfig {
     Split(SplitConfig),
-    Lanes(LanesConfig),
+    #[serde(rename = "lanes")]
+    Gemv(GemvConfig),
     Rows(RowsConfig),
 }
 
@@ -43,10 +44,10 @@ const CUBES: [u32; 3] = [1, 2, 4];
 
 impl DecodeConfig {
     /// Returns the config without splits, or None if it has none.
-    pub fn uncut(self) -> Option<Self> {
+    pub fn without_splits(self) -> Option<Self> {
         match self {
             Self::Split(c) if c.splits > 1 => Some(Self::Split(SplitConfig { splits: 1, ..c })),
-            Self::Lanes(c) if c.splits > 1 => Some(Self::Lanes(LanesConfig { splits: 1, ..c })),
+            Self::Gemv(c) if c.splits > 1 => Some(Self::Gemv(GemvConfig { splits: 1, ..c })),
             _ => None,
         }
     }
@@ -66,13 +67,13 @@ impl Implementation {
     ) -> Result<DecodeConfig, Infeasible> {
         let shared_out = |c: &DecodeConfig| !matches!(c, DecodeConfig::Rows(_));
         match self {
-            Self::Plain => simplest(arch, problem),
+            Self::Plain => baseline(arch, problem),
             Self::Flash => match candidates(arch, problem).into_iter().find(shared_out) {
                 Some(config) => Ok(config),
                 // A requirement that the smallest config misses, every config misses.
                 None => {
-                    let [units, keys] = lanes::GEOMETRIES[0];
-                    let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits: 1 });
+                    let [units, keys] = gemv::GEOMETRIES[0];
+                    let config = DecodeConfig::Gemv(GemvConfig { units, keys, splits: 1 });
                     check(arch, problem, &config).map(|()| config)
                 }
             },
@@ -97,7 +98,7 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Dec
         found.extend(without_tensor_cores(arch, problem));
     }
     if found.is_empty() {
-        found.extend(simplest(arch, problem));
+        found.extend(baseline(arch, problem));
     }
     found
 }
@@ -105,11 +106,11 @@ pub(super) fn candidates(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Dec
 fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<DecodeConfig> {
     let mut found = Vec::new();
     for cubes in CUBES {
-        for [units, keys] in lanes::GEOMETRIES {
-            let keys_at_once = lanes::reach(arch, problem, units, keys);
-            let cut = splits(arch, problem, cubes, keys_at_once, lanes::MOST_SPLITS);
-            for splits in [cut, 1] {
-                let config = DecodeConfig::Lanes(LanesConfig { units, keys, splits });
+        for [units, keys] in gemv::GEOMETRIES {
+            let keys_at_once = gemv::reach(arch, problem, units, keys);
+            let wanted = splits(arch, problem, cubes, keys_at_once, gemv::MAX_SPLITS);
+            for splits in [wanted, 1] {
+                let config = DecodeConfig::Gemv(GemvConfig { units, keys, splits });
                 if check(arch, problem, &config).is_ok() && !found.contains(&config) {
                     found.push(config);
                 }
@@ -121,20 +122,26 @@ fn without_tensor_cores(arch: &ArchProfile, problem: &DecodeProblem) -> Vec<Deco
 
 /// Number of splits that gives each processor `cubes` cubes. Each split has at least `keys`
 /// positions, which keep all planes of a cube busy.
-fn splits(arch: &ArchProfile, problem: &DecodeProblem, cubes: u32, keys: u32, most: u32) -> u32 {
+fn splits(
+    arch: &ArchProfile,
+    problem: &DecodeProblem,
+    cubes: u32,
+    keys: u32,
+    max_splits: u32,
+) -> u32 {
     // If the driver does not report processors, assume a mid-range card.
-    let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / shares(problem);
-    let most = problem.visible().div_ceil(keys).min(most);
-    (wanted.min(u64::from(most)) as u32).max(1)
+    let wanted = u64::from(arch.processors.unwrap_or(64) * cubes) / work_tiles(problem);
+    let max_splits = problem.visible().div_ceil(keys).min(max_splits);
+    (wanted.min(u64::from(max_splits)) as u32).max(1)
 }
 
 /// Number of work tiles without splits: cache heads of all sequences times cubes per cache head.
-fn shares(problem: &DecodeProblem) -> u64 {
+fn work_tiles(problem: &DecodeProblem) -> u64 {
     let chunks = problem.shared_rows().div_ceil(SplitPlan::rows_of(problem));
     u64::from(problem.batch) * u64::from(problem.kv_heads) * u64::from(chunks)
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &DecodeProblem,
 ) -> Result<DecodeConfig, Infeasible> {
@@ -151,7 +158,7 @@ pub(super) fn check(
     iterations(arch, u64::from(problem.longest) + 3)?;
     let c = match config {
         DecodeConfig::Split(c) => c,
-        DecodeConfig::Lanes(c) => return lanes::check(arch, problem, c),
+        DecodeConfig::Gemv(c) => return gemv::check(arch, problem, c),
         DecodeConfig::Rows(c) => return limits(arch, c.units, 0),
     };
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
@@ -181,9 +188,11 @@ pub(super) fn check(
         let why = format!("expected 1 to {}", SplitConfig::MAX_SPLITS);
         return Err(shape("splits", c.splits, &why));
     }
-    if c.splits > 1 && shares(problem) > u64::from(COUNTERS) {
-        let why =
-            format!("expected 1, because {} work tiles already fill the device", shares(problem));
+    if c.splits > 1 && work_tiles(problem) > u64::from(COUNTERS) {
+        let why = format!(
+            "expected 1, because {} work tiles already fill the device",
+            work_tiles(problem)
+        );
         return Err(shape("splits", c.splits, &why));
     }
     let block = problem.layout.block_size();
@@ -209,13 +218,13 @@ mod tests {
         let of = |batch| {
             DecodeProblem::contiguous(batch, [32, 8], 1, 8192, 128, DType::Bf16).expect("valid")
         };
-        let most = SplitConfig::MAX_SPLITS;
-        assert_eq!(splits(&arch, &of(1), 1, 64, most), 16);
-        assert_eq!(splits(&arch, &of(1), 2, 64, most), 32);
-        assert_eq!(splits(&arch, &of(16), 2, 64, most), 2);
-        assert_eq!(splits(&arch, &of(64), 2, 64, most), 1);
+        let max_splits = SplitConfig::MAX_SPLITS;
+        assert_eq!(splits(&arch, &of(1), 1, 64, max_splits), 16);
+        assert_eq!(splits(&arch, &of(1), 2, 64, max_splits), 32);
+        assert_eq!(splits(&arch, &of(16), 2, 64, max_splits), 2);
+        assert_eq!(splits(&arch, &of(64), 2, 64, max_splits), 1);
         let short = DecodeProblem { longest: 130, ..of(1) };
-        assert_eq!(splits(&arch, &short, 2, 64, most), 3);
+        assert_eq!(splits(&arch, &short, 2, 64, max_splits), 3);
     }
 
     #[test]
@@ -225,7 +234,7 @@ mod tests {
         let flash = |p: &DecodeProblem| Implementation::Flash.decode_config(&arch, p);
         assert!(matches!(flash(&p), Ok(DecodeConfig::Split(_))));
         let wide = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 128, DType::F32).expect("valid");
-        assert!(matches!(flash(&wide), Ok(DecodeConfig::Lanes(_))));
+        assert!(matches!(flash(&wide), Ok(DecodeConfig::Gemv(_))));
         let uneven = DecodeProblem::contiguous(2, [32, 8], 1, 8192, 7, DType::Bf16).expect("valid");
         assert!(flash(&uneven).is_err());
         for p in [p, wide, uneven] {

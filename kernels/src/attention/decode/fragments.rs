@@ -161,13 +161,13 @@ pub(crate) fn top<NC: Size>(
 ) -> f32 {
     let fragments = comptime!(plan.fragments as usize);
     let (f, e) = comptime!((r / 2, r % 2));
-    let mut most = max(s.index(f)[0].extract(e), s.index(f)[1].extract(e));
+    let mut row_max = max(s.index(f)[0].extract(e), s.index(f)[1].extract(e));
     #[unroll]
     for t in 1..comptime!(plan.tile_kv() as usize / 16) {
         let fragment = s.index(comptime!(t * fragments + f));
-        most = max(most, max(fragment[0].extract(e), fragment[1].extract(e)));
+        row_max = max(row_max, max(fragment[0].extract(e), fragment[1].extract(e)));
     }
-    most
+    row_max
 }
 
 /// Converts two signed bytes of `word` exactly to 16-bit floats. `selector` places them in the even

@@ -33,7 +33,7 @@ pub(crate) const COUNTERS: u32 = 4096;
 
 /// Work tile of a cube.
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Share {
+pub(crate) struct WorkTile {
     pub(crate) batch: u32,
     pub(crate) kv_head: u32,
     /// Index of the split of the sequence.
@@ -46,14 +46,14 @@ pub(crate) struct Share {
 }
 
 #[cube]
-impl Share {
-    pub(crate) fn new(dims: &Dims, #[comptime] plan: SplitPlan) -> Share {
+impl WorkTile {
+    pub(crate) fn new(dims: &Dims, #[comptime] plan: SplitPlan) -> WorkTile {
         let (tile, chunks) = comptime!((plan.rows(), plan.chunks));
         let all = dims.group * comptime!(plan.seq_q);
         // Cubes that read the same keys are neighbours, so that all except one read from L2.
         let (chunk, part) = (CUBE_POS_X % chunks, CUBE_POS_X / chunks);
         let first = chunk * tile;
-        Share {
+        WorkTile {
             batch: CUBE_POS_Z,
             kv_head: CUBE_POS_Y,
             part,
@@ -73,9 +73,9 @@ impl Share {
 
 /// Writes m, l and the accumulators of every plane to shared memory.
 #[cube]
-pub(crate) fn leave<NC: Size>(
+pub(crate) fn write_partials<NC: Size>(
     acc: &Sequence<Array<Vector<f32, NC>>>,
-    most: &Array<f32>,
+    row_max: &Array<f32>,
     sum: &Array<f32>,
     shared: u32,
     #[comptime] plan: SplitPlan,
@@ -93,7 +93,7 @@ pub(crate) fn leave<NC: Size>(
         let row = comptime!((8 * (r / 2) + r % 2) as u32) + column;
         // One of the eight units that share a query.
         if octet == 0 {
-            store_shared(states + row * 8, most[r], 0u32);
+            store_shared(states + row * 8, row_max[r], 0u32);
             store_shared(states + row * 8, l, 4u32);
         }
         let line = plane * comptime!(plan.rows()) + row;
@@ -119,13 +119,13 @@ pub(crate) fn leave<NC: Size>(
 /// stores the result.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, what they are made of, comptime facts")]
-pub(crate) fn meet<F: Float, NO: Size>(
+pub(crate) fn merge_planes<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     lse: &mut [f32],
     partials: &mut [Vector<f32, Const<4>>],
     scores: &Scores,
     dims: &Dims,
-    share: &Share,
+    work: &WorkTile,
     shared: u32,
     #[comptime] plan: SplitPlan,
 ) {
@@ -136,7 +136,7 @@ pub(crate) fn meet<F: Float, NO: Size>(
     let scratch = global_address_mut(partials);
     sync_cube();
     let mut task = unit;
-    while task < share.rows * vectors {
+    while task < work.rows * vectors {
         let (row, vector) = (task / vectors, task % vectors);
         let state = shared + row * 8;
         let mut grown = load_shared(state, 0u32);
@@ -148,45 +148,45 @@ pub(crate) fn meet<F: Float, NO: Size>(
         let mut sum = Vector::<f32, Const<4>>::new(0.0f32);
         #[unroll]
         for plane in 0..planes {
-            let most = load_shared(state, comptime!(8 * plane * rows));
-            let factor = weight_of(most, grown);
+            let row_max = load_shared(state, comptime!(8 * plane * rows));
+            let factor = weight_of(row_max, grown);
             l += load_shared(state, comptime!(8 * plane * rows + 4)) * factor;
             let line = row + comptime!(plane * rows);
             let from = sums + line * comptime!(4 * plan.sums_pitch()) + vector * 16;
             sum += load_chunk(from, 0u32) * Vector::new(factor);
         }
-        if comptime!(plan.cut) {
-            let part = Part::of(dims, share, row, plan);
-            partials[part.sums(share.part, vector, plan)] = sum;
+        if comptime!(plan.has_splits) {
+            let part = Part::of(dims, work, row, plan);
+            partials[part.sums(work.part, vector, plan)] = sum;
             // One of the units that share the row.
             if vector == 0 {
-                store_pair(scratch + part.state(share.part), grown, l);
+                store_pair(scratch + part.state(work.part), grown, l);
             }
         } else {
-            store::<F, NO>(out, lse, sum, grown, l, row, vector, scores, dims, share, plan);
+            store::<F, NO>(out, lse, sum, grown, l, row, vector, scores, dims, work, plan);
         }
         task += comptime!(32 * planes);
     }
-    if comptime!(plan.cut) {
+    if comptime!(plan.has_splits) {
         // The barrier and the counter's release publish the writes of all units. Its acquire and
         // the next barrier make those of other cubes visible.
         sync_cube();
         if unit == 0 {
-            let before = count(scratch + u64::cast_from(share.counter) * 4, dims.splits - 1);
+            let before = count(scratch + u64::cast_from(work.counter) * 4, dims.splits - 1);
             store_shared(shared, f32::reinterpret(before), 0u32);
         }
         sync_cube();
         if u32::reinterpret(load_shared(shared, 0u32)) == dims.splits - 1 {
-            merge::<F, NO>(out, lse, partials, scratch, scores, dims, share, plan);
+            merge_splits::<F, NO>(out, lse, partials, scratch, scores, dims, work, plan);
         }
     }
 }
 
-/// Factor for a state with maximum `most` when the common maximum is `grown`, `grown >= most`.
+/// Factor for a state with maximum `row_max` when the common maximum is `grown`, `grown >= row_max`.
 #[cube]
-fn weight_of(most: f32, grown: f32) -> f32 {
+fn weight_of(row_max: f32, grown: f32) -> f32 {
     // -inf - -inf is NaN: a state without keys gets factor 0.
-    select(grown == f32::NEG_INFINITY, 0.0, exp2(most - grown))
+    select(grown == f32::NEG_INFINITY, 0.0, exp2(row_max - grown))
 }
 
 /// Position of a query's splits in scratch: after the counters `[queries, splits]` of (m, l), then
@@ -201,10 +201,10 @@ struct Part {
 
 #[cube]
 impl Part {
-    fn of(dims: &Dims, share: &Share, row: u32, #[comptime] plan: SplitPlan) -> Part {
-        let (i, head) = share.query(dims, row, plan);
+    fn of(dims: &Dims, work: &WorkTile, row: u32, #[comptime] plan: SplitPlan) -> Part {
+        let (i, head) = work.query(dims, row, plan);
         let seq_q = comptime!(plan.seq_q);
-        let query = (share.batch * dims.heads + head) * seq_q + i;
+        let query = (work.batch * dims.heads + head) * seq_q + i;
         let all = (dims.batch * dims.heads * seq_q) as usize * dims.splits as usize;
         Part {
             before: query as usize * dims.splits as usize,
@@ -228,14 +228,14 @@ impl Part {
 /// flight at once: one state per unit, and each unit's columns of the accumulators.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "results, what they are made of, comptime facts")]
-fn merge<F: Float, NO: Size>(
+fn merge_splits<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     lse: &mut [f32],
     partials: &mut [Vector<f32, Const<4>>],
     scratch: u64,
     scores: &Scores,
     dims: &Dims,
-    share: &Share,
+    work: &WorkTile,
     #[comptime] plan: SplitPlan,
 ) {
     let lane = UNIT_POS_X;
@@ -243,14 +243,14 @@ fn merge<F: Float, NO: Size>(
     let own = comptime!(vectors.div_ceil(32) as usize);
     let at_once = comptime!(16 / own);
     let mut row = u32::cast_from(UNIT_POS_Y);
-    while row < share.rows {
-        let part = Part::of(dims, share, row, plan);
+    while row < work.rows {
+        let part = Part::of(dims, work, row, plan);
         let mut sums = Array::<Vector<f32, Const<4>>>::new(own);
         #[unroll]
         for x in 0..own {
             sums[x] = Vector::new(0.0f32);
         }
-        let mut most = f32::NEG_INFINITY.runtime();
+        let mut row_max = f32::NEG_INFINITY.runtime();
         let mut l = 0.0f32.runtime();
         let mut first = 0u32.runtime();
         while first < dims.splits {
@@ -268,9 +268,9 @@ fn merge<F: Float, NO: Size>(
             }
             let reached = select(mine < dims.splits, state.extract(0usize), f32::NEG_INFINITY);
             let there = select(mine < dims.splits, state.extract(1usize), 0.0);
-            let grown = max(most, over_parts_max(reached, at_once));
+            let grown = max(row_max, over_parts_max(reached, at_once));
             let weight = weight_of(reached, grown);
-            let factor = weight_of(most, grown);
+            let factor = weight_of(row_max, grown);
             l = l * factor + over_parts_sum(there * weight, at_once);
             #[unroll]
             for x in 0..own {
@@ -286,14 +286,16 @@ fn merge<F: Float, NO: Size>(
                     }
                 }
             }
-            most = grown;
+            row_max = grown;
             first += comptime!(at_once as u32);
         }
         #[unroll]
         for x in 0..own {
             let vector = lane + comptime!(32 * x as u32);
             if vector < vectors {
-                store::<F, NO>(out, lse, sums[x], most, l, row, vector, scores, dims, share, plan);
+                store::<F, NO>(
+                    out, lse, sums[x], row_max, l, row, vector, scores, dims, work, plan,
+                );
             }
         }
         row += comptime!(plan.planes);
@@ -303,13 +305,13 @@ fn merge<F: Float, NO: Size>(
 /// Maximum over `parts` neighbouring units.
 #[cube]
 fn over_parts_max(value: f32, #[comptime] parts: usize) -> f32 {
-    let mut most = max(value, plane_shuffle_xor(value, 1));
-    most = max(most, plane_shuffle_xor(most, 2));
-    most = max(most, plane_shuffle_xor(most, 4));
+    let mut row_max = max(value, plane_shuffle_xor(value, 1));
+    row_max = max(row_max, plane_shuffle_xor(row_max, 2));
+    row_max = max(row_max, plane_shuffle_xor(row_max, 4));
     if comptime!(parts == 16) {
-        most = max(most, plane_shuffle_xor(most, 8));
+        row_max = max(row_max, plane_shuffle_xor(row_max, 8));
     }
-    most
+    row_max
 }
 
 /// Sum over `parts` neighbouring units.
@@ -331,16 +333,16 @@ fn store<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     lse: &mut [f32],
     sum: Vector<f32, Const<4>>,
-    most: f32,
+    row_max: f32,
     l: f32,
     row: u32,
     vector: u32,
     scores: &Scores,
     dims: &Dims,
-    share: &Share,
+    work: &WorkTile,
     #[comptime] plan: SplitPlan,
 ) {
-    let (i, head) = share.query(dims, row, plan);
+    let (i, head) = work.query(dims, row, plan);
     // A row without keys is 0.
     let quotient = select(l == 0.0, 0.0, 1.0 / l);
     let mut value = Vector::<f32, NO>::new(0.0f32);
@@ -348,16 +350,16 @@ fn store<F: Float, NO: Size>(
     for e in 0..4usize {
         value.insert(e, sum.extract(e) * quotient);
     }
-    out[dims.out.at(i, share.batch, head) / 4 + vector as usize] = Vector::cast_from(value);
+    out[dims.out.at(i, work.batch, head) / 4 + vector as usize] = Vector::cast_from(value);
     if comptime!(scores.rules.lse) {
         // One of the units that share the row.
         if vector == 0 {
-            let at = (share.batch * dims.heads + head) * dims.seq_q + i;
+            let at = (work.batch * dims.heads + head) * dims.seq_q + i;
             // m and log₂(l) are base-2 logarithms.
             lse[at as usize] = select(
                 l == 0.0,
                 f32::NEG_INFINITY,
-                (most + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
+                (row_max + l.ln() * std::f32::consts::LOG2_E) * std::f32::consts::LN_2,
             );
         }
     }

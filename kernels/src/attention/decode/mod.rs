@@ -25,7 +25,7 @@
 //! | path    | multiplies with | operands arrive by                      | runs on         |
 //! |---------|-----------------|-----------------------------------------|-----------------|
 //! | `Split` | `mma.sync`      | one `cp.async` ring per plane, `ldmatrix` | CUDA, f16, bf16 |
-//! | `Lanes` | multiply-add    | coalesced loads                         | CUDA, Vulkan    |
+//! | `Gemv`  | multiply-add    | coalesced loads                         | CUDA, Vulkan    |
 //! | `Rows`  | multiply-add    | one position at a time                  | any device      |
 //!
 //! The device clamps its reads to the cache: a length past the capacity becomes the capacity, and a
@@ -38,7 +38,7 @@
 mod cache;
 mod config;
 mod fragments;
-mod lanes;
+mod gemv;
 mod merge;
 mod plan;
 mod problem;
@@ -54,7 +54,7 @@ use cubecl::server::Handle;
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::DecodeConfig;
-pub use lanes::LanesConfig;
+pub use gemv::GemvConfig;
 pub use plan::SplitConfig;
 pub use problem::{CacheLayout, CacheStrides, DecodeProblem, InvalidDecode, MAX_QUERIES};
 
@@ -62,7 +62,7 @@ use super::{RowsConfig, bytes_of, tolerance};
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
 use cache::{Cache, CacheLaunch, CachePlan, Dims};
-use lanes::LanesPlan;
+use gemv::GemvPlan;
 use plan::SplitPlan;
 use rows::RowsPlan;
 use scores::{Rules, Scores, ScoresLaunch};
@@ -122,8 +122,8 @@ impl Kernel for Decode {
         problem.cost()
     }
 
-    fn simplest(arch: &ArchProfile, problem: &DecodeProblem) -> Result<DecodeConfig, Infeasible> {
-        config::simplest(arch, problem)
+    fn baseline(arch: &ArchProfile, problem: &DecodeProblem) -> Result<DecodeConfig, Infeasible> {
+        config::baseline(arch, problem)
     }
 
     fn operands(queue: &Queue, problem: &DecodeProblem, seed: u64) -> DecodeOperands {
@@ -172,7 +172,7 @@ impl Kernel for Decode {
                 // Counters, then m and l of every split in whole vectors, then its accumulators.
                 4 * u64::from(merge::COUNTERS) + 16 * parts.div_ceil(2) + sums
             }
-            DecodeConfig::Lanes(c) => lanes::scratch_bytes(problem, c),
+            DecodeConfig::Gemv(c) => gemv::scratch_bytes(problem, c),
             _ => 0,
         }
     }
@@ -230,7 +230,7 @@ impl Kernel for Decode {
                 let lines = queries.div_ceil(65_535);
                 launch!(
                     queue,
-                    lanes::merge_parts,
+                    gemv::merge_parts,
                     CubeCount::Static(queries.div_ceil(lines), lines, 1),
                     CubeDim::new_1d(MERGE),
                     address(problem),
@@ -249,7 +249,7 @@ impl Kernel for Decode {
 
 /// Returns true if a separate launch merges the splits of a sequence.
 fn merges(config: &DecodeConfig) -> bool {
-    matches!(config, DecodeConfig::Lanes(c) if c.splits > 1)
+    matches!(config, DecodeConfig::Gemv(c) if c.splits > 1)
 }
 
 /// Units that merge the splits of one query.
@@ -283,11 +283,11 @@ impl Plan {
                     tile_kv: c.tile_kv,
                 }
             }
-            DecodeConfig::Lanes(c) => {
-                let plan = LanesPlan::new(arch, c, p);
+            DecodeConfig::Gemv(c) => {
+                let plan = GemvPlan::new(arch, c, p);
                 Self {
-                    path: Path::Lanes(plan),
-                    widths: [lanes::width(arch, p), 1],
+                    path: Path::Gemv(plan),
+                    widths: [gemv::width(arch, p), 1],
                     cubes: CubeCount::Static(plan.chunks * c.splits, p.kv_heads, p.batch),
                     cube_dim: CubeDim::new_1d(c.units),
                     splits: c.splits,
@@ -327,7 +327,7 @@ fn address(problem: &DecodeProblem) -> AddressType {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Path {
     Split(SplitPlan),
-    Lanes(LanesPlan),
+    Gemv(GemvPlan),
     Rows(RowsPlan),
 }
 
@@ -349,8 +349,8 @@ fn decode<F: Float, C: Numeric, NI: Size, NO: Size>(
         Path::Split(plan) => {
             split::split::<F, C, NI, NO>(q, k, v, out, lse, partials, &cache, &scores, dims, plan)
         }
-        Path::Lanes(plan) => {
-            lanes::lanes::<F, C, NI, NO>(q, k, v, out, lse, partials, &cache, &scores, dims, plan)
+        Path::Gemv(plan) => {
+            gemv::gemv::<F, C, NI, NO>(q, k, v, out, lse, partials, &cache, &scores, dims, plan)
         }
         Path::Rows(plan) => {
             rows::rows::<F, C, NI, NO>(q, k, v, out, lse, &cache, &scores, dims, plan)

@@ -46,7 +46,7 @@ pub(crate) struct SplitPlan {
     /// Copies of a K tile; V uses the same layout.
     pub(crate) tile: CopyPlan,
     /// True if a sequence is split over cubes.
-    pub(crate) cut: bool,
+    pub(crate) has_splits: bool,
     /// True if the length that the host knows is probably the one on the device.
     pub(crate) foreseen: bool,
     pub(super) shared_bytes: u32,
@@ -68,11 +68,11 @@ impl SplitPlan {
             fragments: Self::rows_of(problem) / COLUMNS,
             cache: CachePlan::of(problem),
             tile,
-            cut: config.splits > 1,
+            has_splits: config.splits > 1,
             foreseen: problem.batch == 1,
             shared_bytes: 0,
         };
-        plan.shared_bytes = (plan.planes * plan.ring_bytes()).max(plan.meeting_bytes());
+        plan.shared_bytes = (plan.planes * plan.ring_bytes()).max(plan.merge_bytes());
         plan
     }
 
@@ -82,8 +82,8 @@ impl SplitPlan {
         let wanted = problem.shared_rows().div_ceil(COLUMNS);
         // At head_dim 192, two fragments come to 230 by this estimate and spill 16 bytes (sm_89).
         let fits = |fragments: u32| registers_of(problem.head_dim, 16, fragments) <= 224;
-        let most = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
-        COLUMNS * wanted.next_power_of_two().min(most)
+        let max_fragments = [4, 2].into_iter().find(|f| fits(*f)).unwrap_or(1);
+        COLUMNS * wanted.next_power_of_two().min(max_fragments)
     }
 
     /// Queries per cube.
@@ -122,7 +122,7 @@ impl SplitPlan {
 
     /// Bytes for merging planes in shared memory: m and l of every row of every plane, then the
     /// accumulators.
-    pub(super) const fn meeting_bytes(self) -> u32 {
+    pub(super) const fn merge_bytes(self) -> u32 {
         self.planes * self.rows() * (8 + 4 * self.sums_pitch())
     }
 

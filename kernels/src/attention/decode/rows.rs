@@ -50,7 +50,7 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
         let from_q = dims.q.at(i, batch, head) / NI::value();
         let query = load_row::<F, NI>(q, from_q, vectors);
         let mut acc = zero_row::<NI>(vectors);
-        let mut most = scores.hidden;
+        let mut row_max = scores.hidden;
         let mut sum = 0.0f32.runtime();
         // A query before the start of a short sequence sees nothing.
         let position = (cache.length(dims, batch) + i) as i32 - dims.seq_q as i32;
@@ -67,10 +67,10 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
             // NaN.)
             let hidden = score == scores.hidden;
             if !hidden {
-                let grown = max(most, score);
-                let factor = ((most - grown) * log2).exp();
+                let grown = max(row_max, score);
+                let factor = ((row_max - grown) * log2).exp();
                 let weight = ((score - grown) * log2).exp();
-                most = grown;
+                row_max = grown;
                 sum = sum * factor + weight;
                 for d in 0..vectors {
                     let value = Vector::<f32, NI>::cast_from(v[from_v + d]);
@@ -84,7 +84,7 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
         let to = dims.out.at(i, batch, head);
         store_row::<F, NI, NO>(out, to, &acc, quotient, vectors);
         if comptime!(scores.rules.lse) {
-            let log = most * std::f32::consts::LN_2 + sum.ln();
+            let log = row_max * std::f32::consts::LN_2 + sum.ln();
             lse[task as usize] = select(sum == 0.0, scores.hidden, log);
         }
         task += stride;

@@ -55,10 +55,10 @@ use cubecl::prelude::*;
 
 use super::cache::{Cache, Dims, bytes};
 use super::fragments::{finish, keys_of, load_batch, multiply_rows, top, values_of};
-use super::merge::{Share, leave, meet};
+use super::merge::{WorkTile, merge_planes, write_partials};
 use super::plan::SplitPlan;
 use super::scores::Scores;
-use super::stream::{Stream, first_turns, turns_of};
+use super::stream::{Stream, first_iterations, iterations_of};
 use crate::attention::tiles::{registers, zeros};
 use crate::tile::{
     CopyLane, exp2, global_address, lhs_lane, load_shared, load_word, next_stage, pack_pair,
@@ -91,8 +91,8 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let (column, octet) = (lane % 4 * 2, lane / 4);
-    let share = Share::new(dims, plan);
-    let (batch, kv_head) = (share.batch, share.kv_head);
+    let work = WorkTile::new(dims, plan);
+    let (batch, kv_head) = (work.batch, work.kv_head);
 
     // [planes, stages, K, V and their scales]
     let mut shared = Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(
@@ -107,10 +107,10 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // length: fetch its first tiles while the device's length arrives, and again if they differ.
     let there = cache.length(dims, batch);
     let foreseen = if comptime!(plan.foreseen) { dims.longest } else { there };
-    let (own, turns) = first_turns(there, scores, dims, share.part, plane, plan);
+    let (own, iterations) = first_iterations(there, scores, dims, work.part, plane, plan);
     let mut length = u32::cast_from(foreseen);
     let mut own_tile = u32::cast_from(own);
-    let mut count = u32::cast_from(turns);
+    let mut count = u32::cast_from(iterations);
     let (from_k, from_v) = (global_address(k), global_address(v));
     let mut pages = 0u32.runtime();
     let mut later = 0u32.runtime();
@@ -135,9 +135,9 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
             if length != there {
                 wait_copies(0u32);
                 length = there;
-                let (own, turns) = turns_of(there, scores, dims, share.part, plane, plan);
+                let (own, iterations) = iterations_of(there, scores, dims, work.part, plane, plan);
                 own_tile = own;
-                count = turns;
+                count = iterations;
                 filling = true;
             }
         }
@@ -152,7 +152,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let mut queries = Sequence::<Array<u32>>::new();
     #[unroll]
     for f in 0..fragments {
-        let (i, head) = share.query(dims, comptime!(8 * f as u32) + octet, plan);
+        let (i, head) = work.query(dims, comptime!(8 * f as u32) + octet, plan);
         // i8 cache elements come in fours, so a unit's two words of q are neighbours.
         let (apart, between) = comptime!(if plan.cache.quantized { (4u32, 4u32) } else { (2, 16) });
         let at = bytes(dims.q.at(i, batch, head), 2u32) + u64::cast_from(column * apart);
@@ -169,7 +169,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let mut position = Array::<i32>::new(comptime!(2 * fragments));
     #[unroll]
     for r in 0..comptime!(2 * fragments) {
-        let row = share.first + comptime!((8 * (r / 2) + r % 2) as u32) + column;
+        let row = work.first + comptime!((8 * (r / 2) + r % 2) as u32) + column;
         position[r] = newest + (row % comptime!(plan.seq_q)) as i32;
     }
 
@@ -177,11 +177,11 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
     let mut acc = zeros::<NC>(comptime!(steps * fragments)); //      [head_dim / 16, queries / 8]
-    let mut most = Array::<f32>::new(comptime!(2 * fragments)); //   m of queries `column` and + 1
+    let mut row_max = Array::<f32>::new(comptime!(2 * fragments)); //   m of queries `column` and + 1
     let mut sum = Array::<f32>::new(comptime!(2 * fragments)); //    this unit's part of l
     #[unroll]
     for r in 0..comptime!(2 * fragments) {
-        most[r] = f32::NEG_INFINITY.runtime();
+        row_max[r] = f32::NEG_INFINITY.runtime();
         sum[r] = 0.0f32.runtime();
     }
 
@@ -189,7 +189,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     let lane_v = lhs_lane(0u32.runtime(), lane, comptime!(plan.values()));
     let mut words = registers(at_once);
     let mut read = ring;
-    for turn in 0..count {
+    for iteration in 0..count {
         // sᵀ = k · qᵀ
         wait_copies(comptime!(2 * stages - 1));
         sync_plane();
@@ -228,7 +228,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
             multiply_rows::<NC>(&mut s, at, plan);
         }
         sync_plane();
-        let ahead = turn + stages;
+        let ahead = iteration + stages;
         if comptime!(paged) {
             // All page numbers of the previous load are used up.
             if ahead % 32 == 0 {
@@ -240,7 +240,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         stream.copy_keys(&next, cache, dims, read, plan);
 
         // s = scale · s .., or -inf where hidden
-        let first_key = (own_tile + turn * planes) * tile_kv;
+        let first_key = (own_tile + iteration * planes) * tile_kv;
         finish::<NC>(&mut s, first_key, &position, newest, length, scores, plan);
 
         // Update m and rescale everything that is a multiple of exp(-m).
@@ -249,7 +249,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
         #[unroll]
         for r in 0..comptime!(2 * fragments) {
             tops[r] = top::<NC>(&s, r, plan) * scores.unit();
-            grows = grows || tops[r] > most[r] + HEADROOM;
+            grows = grows || tops[r] > row_max[r] + HEADROOM;
         }
         if plane_any(grows) {
             #[unroll]
@@ -261,10 +261,10 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
                     let mut reached = max(tops[r], plane_shuffle_xor(tops[r], 4));
                     reached = max(reached, plane_shuffle_xor(reached, 8));
                     reached = max(reached, plane_shuffle_xor(reached, 16));
-                    let grown = max(most[r], reached);
+                    let grown = max(row_max[r], reached);
                     // -inf - -inf is NaN: leave a query without keys so far as it is.
-                    let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(most[r] - grown));
-                    most[r] = grown;
+                    let factor = select(grown == f32::NEG_INFINITY, 1.0, exp2(row_max[r] - grown));
+                    row_max[r] = grown;
                     sum[r] *= factor;
                     factors.insert(e, factor);
                 }
@@ -303,7 +303,7 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
                     #[unroll]
                     for e in 0..2usize {
                         let r = comptime!(2 * f + e);
-                        let shift = select(most[r] == f32::NEG_INFINITY, 0.0, -most[r]);
+                        let shift = select(row_max[r] == f32::NEG_INFINITY, 0.0, -row_max[r]);
                         let weight = exp2(fma(pair.extract(e), scores.unit(), shift));
                         sum[r] += weight;
                         let weight =
@@ -345,6 +345,6 @@ pub(crate) fn split<F: Float, C: Numeric, NI: Size, NO: Size>(
     // Wait for copies into the rest of the ring before its memory is reused.
     wait_copies(0u32);
     sync_cube();
-    leave::<NC>(&acc, &most, &sum, shared, plan);
-    meet::<F, NO>(out, lse, partials, scores, dims, &share, shared, plan);
+    write_partials::<NC>(&acc, &row_max, &sum, shared, plan);
+    merge_planes::<F, NO>(out, lse, partials, scores, dims, &work, shared, plan);
 }

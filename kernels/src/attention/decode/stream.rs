@@ -10,7 +10,7 @@ use crate::tile::{CopyLane, CopyPlan, TileShape, commit_copies, copy_vector};
 /// First tile and number of iterations of a plane: for the length that the host knows if
 /// `foreseen`, else for `length` positions.
 #[cube]
-pub(crate) fn first_turns(
+pub(crate) fn first_iterations(
     length: u32,
     scores: &Scores,
     dims: &Dims,
@@ -19,15 +19,15 @@ pub(crate) fn first_turns(
     #[comptime] plan: SplitPlan,
 ) -> (u32, u32) {
     if comptime!(plan.foreseen) {
-        turns(dims.first_tile, dims.whole, dims.rest, part, plane, plan.planes)
+        iterations(dims.first_tile, dims.whole, dims.rest, part, plane, plan.planes)
     } else {
-        turns_of(length, scores, dims, part, plane, plan)
+        iterations_of(length, scores, dims, part, plane, plan)
     }
 }
 
 /// First tile and number of iterations of a plane, for a sequence of `length` positions.
 #[cube]
-pub(crate) fn turns_of(
+pub(crate) fn iterations_of(
     length: u32,
     scores: &Scores,
     dims: &Dims,
@@ -40,13 +40,13 @@ pub(crate) fn turns_of(
     let end = length.div_ceil(tile_kv);
     let first_tile = min(scores.first(newest) as u32 / tile_kv, end);
     let tiles = end - first_tile;
-    turns(first_tile, tiles / dims.splits, tiles % dims.splits, part, plane, planes)
+    iterations(first_tile, tiles / dims.splits, tiles % dims.splits, part, plane, planes)
 }
 
 /// First tile and number of iterations of a plane. Tiles start at `first_tile`; each split has
 /// `whole`, and the first `rest` splits have one more.
 #[cube]
-fn turns(
+fn iterations(
     first_tile: u32,
     whole: u32,
     rest: u32,
@@ -96,22 +96,23 @@ impl Stream {
     ) -> u32 {
         let (planes, tile_kv) = comptime!((plan.planes, plan.tile_kv()));
         // Nothing is copied past the last iteration; clamp to an entry that exists.
-        let turn = min(from + UNIT_POS_X, max(self.count, 1u32) - 1);
-        let key = min((self.own_tile + turn * planes) * tile_kv, dims.capacity - 1);
+        let iteration = min(from + UNIT_POS_X, max(self.count, 1u32) - 1);
+        let key = min((self.own_tile + iteration * planes) * tile_kv, dims.capacity - 1);
         let (page, _row) = cache.place(dims, self.batch, key, plan.cache);
         page
     }
 
-    /// Tile of iteration `turn`; one unit of the plane holds its page number in `pages`.
-    pub(crate) fn place(&self, pages: u32, turn: u32, #[comptime] plan: SplitPlan) -> Tile {
-        let first_key = (self.own_tile + turn * comptime!(plan.planes)) * comptime!(plan.tile_kv());
+    /// Tile of iteration `iteration`; one unit of the plane holds its page number in `pages`.
+    pub(crate) fn place(&self, pages: u32, iteration: u32, #[comptime] plan: SplitPlan) -> Tile {
+        let first_key =
+            (self.own_tile + iteration * comptime!(plan.planes)) * comptime!(plan.tile_kv());
         let mut page = self.batch;
         let mut row = first_key;
         if comptime!(plan.cache.block > 0) {
-            page = plane_shuffle(pages, turn % 32);
+            page = plane_shuffle(pages, iteration % 32);
             row = first_key % comptime!(plan.cache.block);
         }
-        let there = turn < self.count;
+        let there = iteration < self.count;
         Tile { page, row, left: self.length - min(first_key, self.length), there }
     }
 

@@ -202,8 +202,8 @@ fn bases<N: Size>(outer: u32, k: u32, #[comptime] operand: FmaOperand) -> Sequen
     let width = N::value();
     let mut out = Sequence::<usize>::new();
     #[unroll]
-    for turn in 0..comptime!(operand.turns()) {
-        out.push(place(outer + comptime!(turn * operand.group), k, width, operand) as usize);
+    for pattern in 0..comptime!(operand.swizzle_patterns()) {
+        out.push(place(outer + comptime!(pattern * operand.group), k, width, operand) as usize);
     }
     out
 }
@@ -218,9 +218,9 @@ fn read<F: Float, N: Size>(
     #[comptime] operand: FmaOperand,
 ) -> Vector<f32, N> {
     let width = N::value();
-    let turn = comptime!(nth % operand.turns());
-    let far = comptime!(operand.distance(nth, k, turn, width as u32));
-    let (from, end) = (*bases.index(comptime!(turn as usize)), tile.len());
+    let pattern = comptime!(nth % operand.swizzle_patterns());
+    let far = comptime!(operand.distance(nth, k, pattern, width as u32));
+    let (from, end) = (*bases.index(comptime!(pattern as usize)), tile.len());
     let window = &tile[from..end];
     Vector::cast_from(window[comptime!(far as usize)])
 }

@@ -68,7 +68,7 @@ pub struct FmaConfig {
 
 impl FmaConfig {
     /// Baseline config of a GPU: synchronous copies, no tensor cores, small tiles.
-    pub(super) const SIMPLEST: Self = fma([4, 4], [2, 1], 16);
+    pub(super) const BASELINE: Self = fma([4, 4], [2, 1], 16);
 
     pub(crate) const fn units(self) -> u32 {
         32 * self.groups_m * self.groups_n
@@ -102,7 +102,7 @@ pub(super) const CONFIGS: [FmaConfig; 9] = [
     fma([16, 8], [2, 2], 8),
     fma([8, 8], [4, 2], 16),
     fma([8, 8], [2, 2], 16),
-    FmaConfig::SIMPLEST,
+    FmaConfig::BASELINE,
     fma([4, 4], [1, 2], 32),
 ];
 

@@ -42,15 +42,15 @@ impl FmaOperand {
 
     /// Number of a unit's rows that the swizzle treats differently; the pattern repeats after eight
     /// rows.
-    pub(super) const fn turns(self) -> u32 {
+    pub(super) const fn swizzle_patterns(self) -> u32 {
         if self.along_k() { 8 / self.group } else { 1 }
     }
 
-    /// Number of vectors from base `turn` to result `nth` at depth `k` of the pass.
-    pub(super) const fn distance(self, nth: u32, k: u32, turn: u32, width: u32) -> u32 {
+    /// Number of vectors from base `pattern` to result `nth` at depth `k` of the pass.
+    pub(super) const fn distance(self, nth: u32, k: u32, pattern: u32, width: u32) -> u32 {
         let cols = self.tile.cols as u32;
         if self.along_k() {
-            ((nth - turn) * self.group * cols + k) / width
+            ((nth - pattern) * self.group * cols + k) / width
         } else {
             (k * cols + self.nth(nth, width)) / width
         }

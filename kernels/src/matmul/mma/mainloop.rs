@@ -113,7 +113,7 @@ pub(crate) fn multiply<
     feed.aim::<F, NL, NR>(lhs, rhs, dims, &work, CUBE_POS_X, plan);
     feed.take_next();
     #[unroll]
-    for stage in 0..comptime!(plan.ahead()) {
+    for stage in 0..comptime!(plan.tiles_in_flight()) {
         feed.tile(maps, &mut ring, stage, plan);
     }
     feed.wait(0u32, plan);
@@ -130,9 +130,9 @@ pub(crate) fn multiply<
         let rounds = if comptime!(plan.fixed_stages) { now.tiles / stages } else { now.tiles };
         for _ in 0..rounds {
             #[unroll]
-            for turn in 0..comptime!(around * steps) {
+            for iteration in 0..comptime!(around * steps) {
                 // With fixed stages, `here` is the stage that is multiplied.
-                let (here, step) = comptime!(((turn / steps) as u32, turn % steps));
+                let (here, step) = comptime!(((iteration / steps) as u32, iteration % steps));
                 let (set, into) = comptime!((step % 2, (step + 1) % 2));
                 let next = comptime!((step + 1) % steps);
                 let (rhs_set, rhs_into) = comptime!((step / packing % 2, (next / packing) % 2));
@@ -152,7 +152,12 @@ pub(crate) fn multiply<
                     lanes.load_rhs::<I>(read, &mut b, next, rhs_into, plan);
                 }
                 if comptime!(step == 0) {
-                    feed.tile(maps, &mut ring, comptime!((here + plan.ahead()) % stages), plan);
+                    feed.tile(
+                        maps,
+                        &mut ring,
+                        comptime!((here + plan.tiles_in_flight()) % stages),
+                        plan,
+                    );
                 }
                 source.decode(&b, &mut decoded, rhs_set, step, plan);
                 // Alternate the direction over the columns: neighbouring multiplies share a

@@ -396,7 +396,7 @@ impl MmaPlan {
     ///
     /// With more than three fixed stages, copies go to the stage that was read one tile earlier, so
     /// that no plane waits for the slowest.
-    const fn ahead(self) -> u32 {
+    const fn tiles_in_flight(self) -> u32 {
         let stages = self.config.stages;
         if self.fixed_stages && stages > 3 { stages - 2 } else { stages - 1 }
     }

@@ -5,16 +5,16 @@ use serde::{Deserialize, Serialize};
 use tune::{Infeasible, Kernel};
 
 use super::Nf4MatmulProblem;
-use super::codes::part_steps;
 use super::fused::{FusedConfig, FusedPlan};
-use super::lanes::LanesConfig;
+use super::gemv::GemvConfig;
 use super::shared::{SharedConfig, SharedPlan};
 use super::stream::{StreamConfig, StreamPlan};
-use crate::coded::{self, CodedProblem, PlaneConfig};
+use super::tensor_core::part_steps;
+use crate::dequant::{self, SubgroupConfig, SubgroupProblem};
 use crate::fits::{lacks, limits, shape, stores};
-use crate::matmul::{MOST_NORMED_ROWS, Matmul, MatmulConfig};
+use crate::matmul::{MAX_NORMED_ROWS, Matmul, MatmulConfig};
 use crate::nf4::dequantize::{DequantizeConfig, Nf4Dequantize};
-use crate::nf4::{CodesPlan, Order, Weight};
+use crate::nf4::{Order, QuantizedPlan, Weight};
 use crate::rows::NormKind;
 
 /// Config of a matmul with a 4-bit weight.
@@ -24,8 +24,10 @@ pub enum Nf4MatmulConfig {
     Stream(StreamConfig),
     Fused(FusedConfig),
     Shared(SharedConfig),
-    Plane(PlaneConfig),
-    Lanes(LanesConfig),
+    #[serde(rename = "plane")]
+    Subgroup(SubgroupConfig),
+    #[serde(rename = "lanes")]
+    Gemv(GemvConfig),
     Dense(DenseConfig),
 }
 
@@ -43,8 +45,8 @@ impl Nf4MatmulConfig {
             Self::Stream(c) => c.parts,
             Self::Fused(c) => c.parts,
             Self::Shared(c) => c.parts,
-            Self::Plane(c) => c.parts,
-            Self::Lanes(_) | Self::Dense(_) => 1,
+            Self::Subgroup(c) => c.parts,
+            Self::Gemv(_) | Self::Dense(_) => 1,
         }
     }
 }
@@ -58,10 +60,10 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
         return normed(arch, p).into_iter().filter(feasible).collect();
     }
     let mut all: Vec<_> = streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect();
-    let planes = planes(arch, p);
+    let subgroups = subgroups(arch, p);
     // With few rows a dense weight does not pay off, and tiles are mostly empty.
-    let few = if planes.is_empty() { FEW_BY_LANES } else { FEW_FOR_DENSE };
-    all.extend(planes.into_iter().map(Nf4MatmulConfig::Plane));
+    let few = if subgroups.is_empty() { FEW_BY_GEMV } else { FEW_FOR_DENSE };
+    all.extend(subgroups.into_iter().map(Nf4MatmulConfig::Subgroup));
     if p.m > few {
         let shared = shared(arch, p).into_iter().map(Nf4MatmulConfig::Shared);
         let fused = fused(arch, p).into_iter().map(Nf4MatmulConfig::Fused);
@@ -75,25 +77,25 @@ pub(super) fn candidates(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4Mat
     }
     all.retain(feasible);
     // If tensor cores serve many rows, the plain path is not a candidate.
-    if p.m <= FEW_BY_LANES || all.is_empty() {
-        all.extend(lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).filter(feasible));
+    if p.m <= FEW_BY_GEMV || all.is_empty() {
+        all.extend(gemvs(arch, p).into_iter().map(Nf4MatmulConfig::Gemv).filter(feasible));
     }
     all
 }
 
 /// Maximum rows for the plain path, and for the fused path on CUDA. Above 128 rows a path through shared
 /// memory or a dense weight wins.
-const FEW_BY_LANES: u32 = 8;
+const FEW_BY_GEMV: u32 = 8;
 const FEW_BY_TENSOR_CORES: u32 = 128;
 /// Rows above which a dense weight is a candidate next to plane matrices.
 const FEW_FOR_DENSE: u32 = 64;
 
-pub(super) fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
-    let planes = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
+pub(super) fn max_fused_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+    let subgroup = |s: &MmaShape| (s.ab, s.acc, s.m, s.n) == (dtype, DType::F32, 16, 16);
     match multiplies(arch, dtype) {
         Ok(()) => FEW_BY_TENSOR_CORES,
-        Err(_) if arch.matrices_from_words() && arch.cmma.iter().any(planes) => FEW_FOR_DENSE,
-        Err(_) => FEW_BY_LANES,
+        Err(_) if arch.matrices_from_words() && arch.cmma.iter().any(subgroup) => FEW_FOR_DENSE,
+        Err(_) => FEW_BY_GEMV,
     }
 }
 
@@ -105,9 +107,9 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
         Vec::new()
     } else if on_tensor_cores(arch, p).is_ok() {
         streams(arch, p).into_iter().map(Nf4MatmulConfig::Stream).collect()
-    } else if p.m <= FEW_BY_LANES && !p.glu && planes(arch, &unnormed).is_empty() {
+    } else if p.m <= FEW_BY_GEMV && !p.glu && subgroups(arch, &unnormed).is_empty() {
         // A gated pair of matrices takes 44.6 us with a norm, and 38.7 us without (28672 x 4096, Vulkan).
-        lanes(arch, p).into_iter().map(Nf4MatmulConfig::Lanes).collect()
+        gemvs(arch, p).into_iter().map(Nf4MatmulConfig::Gemv).collect()
     } else {
         Vec::new()
     }
@@ -115,8 +117,8 @@ fn normed(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<Nf4MatmulConfig> {
 
 /// Returns whether a path applies the norm to the rows that it multiplies, and this is cheaper than a launch.
 pub(super) fn takes_norm(arch: &ArchProfile, p: &Nf4MatmulProblem) -> bool {
-    let most = if on_tensor_cores(arch, p).is_ok() { 16 } else { MOST_NORMED_ROWS };
-    p.norm.is_some() && p.m <= most && !candidates(arch, p).is_empty()
+    let max = if on_tensor_cores(arch, p).is_ok() { 16 } else { MAX_NORMED_ROWS };
+    p.norm.is_some() && p.m <= max && !candidates(arch, p).is_empty()
 }
 
 pub(super) fn check(
@@ -139,17 +141,17 @@ pub(super) fn check(
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
         Nf4MatmulConfig::Fused(c) => check_fused(arch, p, c),
         Nf4MatmulConfig::Shared(c) => check_shared(arch, p, c),
-        Nf4MatmulConfig::Plane(c) => coded::check(arch, &coded(p)?, c),
-        Nf4MatmulConfig::Lanes(c) => check_lanes(arch, p, c),
+        Nf4MatmulConfig::Subgroup(c) => dequant::check(arch, &subgroup_problem(p)?, c),
+        Nf4MatmulConfig::Gemv(c) => check_gemv(arch, p, c),
         Nf4MatmulConfig::Dense(c) => check_dense(arch, p, c),
     }
 }
 
-pub(super) fn simplest(
+pub(super) fn baseline(
     arch: &ArchProfile,
     p: &Nf4MatmulProblem,
 ) -> Result<Nf4MatmulConfig, Infeasible> {
-    let config = Nf4MatmulConfig::Lanes(LanesConfig::simplest(arch, p.glu));
+    let config = Nf4MatmulConfig::Gemv(GemvConfig::baseline(arch, p.glu));
     check(arch, p, &config).map(|()| config)
 }
 
@@ -236,17 +238,17 @@ fn shared(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SharedConfig> {
 }
 
 /// Returns configs of plane matrices, if the weight has the order that they need.
-fn planes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<PlaneConfig> {
-    match coded(p) {
-        Ok(coded) => coded::candidates(arch, &coded),
+fn subgroups(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<SubgroupConfig> {
+    match subgroup_problem(p) {
+        Ok(problem) => dequant::candidates(arch, &problem),
         Err(_) => Vec::new(),
     }
 }
 
-fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
+fn gemvs(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<GemvConfig> {
     let columns = p.m.next_power_of_two().min(4);
     if let Some(units) = arch.cores() {
-        let configs = [8, 4, 2, 1].map(|rows| LanesConfig { units, lanes: 1, rows, columns });
+        let configs = [8, 4, 2, 1].map(|rows| GemvConfig { units, lanes: 1, rows, columns });
         return configs.to_vec();
     }
     // One row of x leaves registers for many rows of the weight, which share the reads of x. Eight rows spill
@@ -263,8 +265,8 @@ fn lanes(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Vec<LanesConfig> {
         1 => [[128, 128, 8], [128, 64, 8], [128, 64, 4], [128, 32, 8], [128, 32, 4], [256, 32, 2]],
         _ => [[256, 32, 2], [128, 32, 2], [256, 32, 4], [256, 16, 2], [256, 64, 2], [256, 64, 4]],
     };
-    let all = shapes.map(|[units, lanes, rows]| LanesConfig { units, lanes, rows, columns });
-    all.into_iter().chain([LanesConfig::simplest(arch, p.glu)]).collect()
+    let all = shapes.map(|[units, lanes, rows]| GemvConfig { units, lanes, rows, columns });
+    all.into_iter().chain([GemvConfig::baseline(arch, p.glu)]).collect()
 }
 
 /// Returns candidate configs with a dense weight.
@@ -399,21 +401,17 @@ fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     }
 }
 
-/// Describes the matmul to [`coded`](crate::coded), for a weight in rows.
-pub(super) fn coded(p: &Nf4MatmulProblem) -> Result<CodedProblem, Infeasible> {
+/// Describes the matmul to [`dequant`](crate::dequant), for a weight in rows.
+pub(super) fn subgroup_problem(p: &Nf4MatmulProblem) -> Result<SubgroupProblem, Infeasible> {
     unnormed(p)?;
     if p.weight.order != Order::Rows {
         return Err(lacks("a weight in rows, not in tiles"));
     }
     let (Weight { n, k, .. }, precision) = (p.weight, p.dense().precision);
-    Ok(CodedProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
+    Ok(SubgroupProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
 }
 
-fn check_lanes(
-    arch: &ArchProfile,
-    p: &Nf4MatmulProblem,
-    c: &LanesConfig,
-) -> Result<(), Infeasible> {
+fn check_gemv(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &GemvConfig) -> Result<(), Infeasible> {
     limits(arch, c.units, 0)?;
     let halves = c.lanes.is_power_of_two() && c.units % c.lanes == 0;
     if !halves || c.lanes > 1 && c.units < 16 {
@@ -437,7 +435,7 @@ fn check_lanes(
     if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
         return Err(shape("n", p.weight.n, "expected at most 65535 cubes in one grid dimension"));
     }
-    limits(arch, c.units, super::lanes_plan(arch, p, c).shared_bytes())
+    limits(arch, c.units, super::gemv_plan(arch, p, c).shared_bytes())
 }
 
 fn check_dense(
@@ -467,7 +465,7 @@ fn check_dense(
 pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan {
     StreamPlan {
         config: StreamConfig { parts: 1, ..*c },
-        weight: CodesPlan::of(&p.weight),
+        weight: QuantizedPlan::of(&p.weight),
         eights: p.m.div_ceil(8) as usize,
         bf16: p.dtype == DType::Bf16,
         glu: p.glu,
@@ -480,7 +478,7 @@ pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan 
 pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
     FusedPlan {
         config: FusedConfig { parts: 1, ..*c },
-        weight: CodesPlan::of(&p.weight),
+        weight: QuantizedPlan::of(&p.weight),
         bf16: p.dtype == DType::Bf16,
         exact: p.m % c.tile_m == 0,
         glu: p.glu,
@@ -491,7 +489,7 @@ pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
 pub(super) fn shared_plan(p: &Nf4MatmulProblem, c: &SharedConfig) -> SharedPlan {
     SharedPlan {
         config: SharedConfig { parts: 1, ..*c },
-        weight: CodesPlan::of(&p.weight),
+        weight: QuantizedPlan::of(&p.weight),
         bf16: p.dtype == DType::Bf16,
         exact: p.m % c.tile_m() == 0,
         glu: p.glu,
@@ -544,7 +542,7 @@ mod tests {
             let found = candidates(&arch, &p);
             let one = |c: &Nf4MatmulConfig| match c {
                 Nf4MatmulConfig::Stream(c) => c.parts == 1,
-                Nf4MatmulConfig::Lanes(_) => p.weight.order == Order::Rows,
+                Nf4MatmulConfig::Gemv(_) => p.weight.order == Order::Rows,
                 _ => false,
             };
             assert!(found.iter().all(one), "{found:?}");
@@ -571,7 +569,7 @@ mod tests {
             p.gated_by_half().expect_err("no halves");
             let p = Nf4MatmulProblem { glu: true, ..p };
             assert!(Nf4Matmul::candidates(&arch, &p).is_empty());
-            Nf4Matmul::simplest(&arch, &p).expect_err("nor does the simplest");
+            Nf4Matmul::baseline(&arch, &p).expect_err("nor does the baseline");
         }
     }
 

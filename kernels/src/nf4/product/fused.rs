@@ -40,12 +40,12 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use super::codes::{
-    AbsmaxFeed, HalfBook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
+use super::tensor_core::{
+    AbsmaxFeed, HalfCodebook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
     load_absmax, store_row,
 };
 use crate::matmul::{Finish, block_of};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, global_address, lhs_lane,
     load_fragments, load_words, next_stage, shared_address, typed, wait_copies,
@@ -92,7 +92,7 @@ impl FusedConfig {
 pub(crate) struct FusedPlan {
     /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: FusedConfig,
-    pub(super) weight: CodesPlan,
+    pub(super) weight: QuantizedPlan,
     pub(super) bf16: bool,
     /// True if every tile of x is full, so that no edge is checked.
     pub(super) exact: bool,
@@ -152,7 +152,7 @@ struct Feed {
 #[cube]
 pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -165,8 +165,8 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         comptime!((plan.shared_bytes() / 16) as usize),
         128usize,
     );
-    let nested_book = shared_address(&mut shared);
-    let ring = nested_book + NESTED_BYTES;
+    let nested_codebook = shared_address(&mut shared);
+    let ring = nested_codebook + NESTED_BYTES;
     let end = ring + comptime!(stages * plan.stage_bytes());
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
@@ -189,8 +189,8 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
         to = next_stage(to, ring, end, plan.stage_bytes());
     }
     let nested = first_nested(weight, unit);
-    let book = HalfBook::new(&weight.book, plan.bf16);
-    fill_nested(weight, nested, nested_book, unit, comptime!(config.units()));
+    let codebook = HalfCodebook::new(&weight.codebook, plan.bf16);
+    fill_nested(weight, nested, nested_codebook, unit, comptime!(config.units()));
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -216,17 +216,17 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
     let mut codes = Array::<u32>::new(8usize);
     let mut scales = Array::<u32>::new(4usize);
     load_codes(&mut codes, read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16);
-    load_scales(&mut scales, read, nested_book, 0u32, plane, lane, plan);
+    load_scales(&mut scales, read, nested_codebook, 0u32, plane, lane, plan);
     #[unroll]
     for slice in 0..8usize {
-        decode(&codes, &scales, &book, &mut right, 0usize, slice, plan.bf16);
+        decode(&codes, &scales, &codebook, &mut right, 0usize, slice, plan.bf16);
     }
     let mut left = Sequence::<Array<u32>>::new();
     #[unroll]
-    for turn in 0..SETS {
+    for iteration in 0..SETS {
         left.push(Array::<u32>::new(4usize));
-        if comptime!(turn + 1 < SETS) {
-            load_left::<F>(read, own, left.index_mut(turn), turn, plan);
+        if comptime!(iteration + 1 < SETS) {
+            load_left::<F>(read, own, left.index_mut(iteration), iteration, plan);
         }
     }
     for step in 0..steps {
@@ -244,12 +244,12 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 // Past the last step this reads leftovers of an earlier one, which are never multiplied.
                 let from = read + comptime!(plan.codes_at()) + plane * CODES_BYTES + lane * 16;
                 load_codes(&mut codes, from);
-                load_scales(&mut scales, read, nested_book, step + 1, plane, lane, plan);
+                load_scales(&mut scales, read, nested_codebook, step + 1, plane, lane, plan);
             }
             // Fragments of the first 16 of k, then of the other 16.
             #[unroll]
-            for turn in 0..comptime!(2 * frags) {
-                let ahead = comptime!(2 * frags * half + turn + SETS - 1);
+            for iteration in 0..comptime!(2 * frags) {
+                let ahead = comptime!(2 * frags * half + iteration + SETS - 1);
                 let next = left.index_mut(comptime!(ahead % SETS));
                 if comptime!(ahead < 4 * frags) {
                     load_left::<F>(now, own, next, ahead, plan);
@@ -262,16 +262,18 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
                 }
                 // Decodes a slice of the next half step's codes during the matmul.
                 #[unroll]
-                for slice in comptime!(4 * turn / frags)..comptime!(4 * (turn + 1) / frags) {
-                    decode(&codes, &scales, &book, &mut right, 1 - half, slice, plan.bf16);
+                for slice in
+                    comptime!(4 * iteration / frags)..comptime!(4 * (iteration + 1) / frags)
+                {
+                    decode(&codes, &scales, &codebook, &mut right, 1 - half, slice, plan.bf16);
                 }
-                let left = typed::<F, NF>(left.index(comptime!(turn % SETS)), 0usize, 4usize);
+                let left = typed::<F, NF>(left.index(comptime!(iteration % SETS)), 0usize, 4usize);
                 #[unroll]
                 for x in 0..4usize {
-                    let j = comptime!(if turn % 2 == 1 { 3 - x } else { x });
+                    let j = comptime!(if iteration % 2 == 1 { 3 - x } else { x });
                     let words = right.index(comptime!(4 * half + j));
-                    let right = typed::<F, NF>(words, comptime!(turn / frags * 2), 2usize);
-                    let sums = acc.index_mut(comptime!(turn % frags * 4 + j));
+                    let right = typed::<F, NF>(words, comptime!(iteration / frags * 2), 2usize);
+                    let sums = acc.index_mut(comptime!(iteration % frags * 4 + j));
                     def.execute_inplace(&left, &right, sums);
                 }
             }
@@ -297,7 +299,7 @@ pub(crate) fn fused<F: Float, NX: Size, NW: Size, NO: Size>(
 #[expect(clippy::too_many_arguments, reason = "operands and one place")]
 fn feed_of<F: Float, NX: Size, NW: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     dims: &Dims,
     unit: u32,
     row: u32,
@@ -374,7 +376,7 @@ fn load_codes(codes: &mut Array<u32>, from: u32) {
 fn load_scales(
     scales: &mut Array<u32>,
     read: u32,
-    nested_book: u32,
+    nested_codebook: u32,
     step: u32,
     plane: u32,
     lane: u32,
@@ -385,21 +387,21 @@ fn load_scales(
         let place = comptime!(j as u32 / 2 * 16 + j as u32 % 2) + lane / 4 * 2;
         let at = read + comptime!(plan.absmax_at()) + plane * 128 + place * 4;
         let far = read + comptime!(plan.scales_at()) + plane * 256 + place * 8;
-        scales[j] = load_absmax(at, far, nested_book, step, plan.weight.nested, plan.bf16);
+        scales[j] = load_absmax(at, far, nested_codebook, step, plan.weight.nested, plan.bf16);
     }
 }
 
-/// Loads fragment `turn` of a step: all rows of the first 16 of k, then of the next 16.
+/// Loads fragment `which` of a step: all rows of the first 16 of k, then of the next 16.
 #[cube]
 fn load_left<F: Float>(
     read: u32,
     own: u32,
     into: &mut Array<u32>,
-    #[comptime] turn: usize,
+    #[comptime] which: usize,
     #[comptime] plan: FusedPlan,
 ) {
     let frags = comptime!((plan.config.tile_m / 16) as usize);
-    let (k, row) = comptime!((turn / frags, turn % frags));
+    let (k, row) = comptime!((which / frags, which % frags));
     let at = read + (own ^ comptime!(32 * k as u32));
     let far = comptime!(16 * 128 * row as u32);
     load_fragments::<F>(at, into, far, plan.copies().shape, false);
@@ -410,7 +412,7 @@ fn load_left<F: Float>(
 fn decode(
     codes: &Array<u32>,
     scales: &Array<u32>,
-    book: &HalfBook,
+    codebook: &HalfCodebook,
     right: &mut Sequence<Array<u32>>,
     #[comptime] half: usize,
     #[comptime] slice: usize,
@@ -418,7 +420,7 @@ fn decode(
 ) {
     let (j, bytes) = comptime!((slice / 2, slice % 2));
     let word = codes[comptime!(2 * j + half)];
-    let (first, second) = decode_pairs(word, scales[j], book, bytes, bf16);
+    let (first, second) = decode_pairs(word, scales[j], codebook, bytes, bf16);
     let pairs = right.index_mut(comptime!(4 * half + j));
     pairs[comptime!(2 * bytes)] = first;
     pairs[comptime!(2 * bytes + 1)] = second;

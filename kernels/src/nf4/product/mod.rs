@@ -6,14 +6,14 @@
 //!
 //! [`Nf4MatmulConfig`] chooses one of six paths:
 //!
-//! | path     | decodes                          | multiplies with    | used for                       |
-//! |----------|----------------------------------|--------------------|--------------------------------|
-//! | `Stream` | in registers, by pairs           | `mma.sync`         | CUDA, m up to 16, weight in tiles |
-//! | `Fused`  | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
-//! | `Shared` | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
-//! | `Plane`  | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
-//! | `Lanes`  | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
-//! | `Dense`  | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | many rows                  |
+//! | path       | decodes                          | multiplies with    | used for                       |
+//! |------------|----------------------------------|--------------------|--------------------------------|
+//! | `Stream`   | in registers, by pairs           | `mma.sync`         | CUDA, m up to 16, weight in tiles |
+//! | `Fused`    | in registers, by eights          | `mma.sync`         | CUDA, weight in tiles          |
+//! | `Shared`   | into shared memory, by eights    | `mma.sync`         | CUDA, weight in tiles, hundreds of rows |
+//! | `Subgroup` | into shared memory, by 32        | plane-scope matrices | Vulkan, weight in rows       |
+//! | `Gemv`     | in registers, one by one; on a CPU a byte ([`pairs`]) | multiply-add | any device      |
+//! | `Dense`    | into memory, by [`Nf4Dequantize`] | any path of [`Matmul`] | many rows                  |
 //!
 //! Cost: `2·m·n·k` flop; codes, absmax, x and y once. `Dense` also writes and reads a dense weight, 4 bytes
 //! an element; at 4096 rows this takes a thirtieth of the time of the matmul.
@@ -21,20 +21,20 @@
 //! Gating: Shazeer, "GLU Variants Improve Transformer" (2020). G and U are one weight
 //! ([`join`](super::join)), so that one launch reads x once and stores nothing in between.
 //!
-//! A norm can be applied to the rows of x ([`Nf4MatmulProblem::norm`]), by `Lanes`, and by `Stream` without
+//! A norm can be applied to the rows of x ([`Nf4MatmulProblem::norm`]), by `Gemv`, and by `Stream` without
 //! split-k.
 //!
 //! [`Nf4Dequantize`]: super::Nf4Dequantize
 //! [`Matmul`]: crate::matmul::Matmul
 
-mod codes;
 mod config;
 mod fused;
-mod lanes;
+mod gemv;
 mod pairs;
-mod plane;
 mod shared;
 mod stream;
+mod subgroup;
+mod tensor_core;
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -45,15 +45,15 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::{DenseConfig, Nf4MatmulConfig};
 pub use fused::FusedConfig;
-pub use lanes::LanesConfig;
+pub use gemv::GemvConfig;
 pub use shared::SharedConfig;
 pub use stream::StreamConfig;
 
-pub use crate::coded::PlaneConfig;
+pub use crate::dequant::SubgroupConfig;
 
 use super::dequantize::{self, DequantizeProblem};
-use super::{Codes, CodesLaunch, Order, Weight, WeightBuffers};
-use crate::coded::{self, PlanePlan};
+use super::{Order, QuantizedValues, QuantizedValuesLaunch, Weight, WeightBuffers};
+use crate::dequant::{self, SubgroupPlan};
 use crate::elem::{elem, rounding};
 use crate::launch::{index_width, launch};
 use crate::matmul::{
@@ -62,7 +62,7 @@ use crate::matmul::{
 };
 use crate::rows::NormKind;
 use fused::FusedPlan;
-use lanes::LanesPlan;
+use gemv::GemvPlan;
 use shared::SharedPlan;
 use stream::StreamPlan;
 
@@ -78,8 +78,8 @@ impl Nf4Matmul {
 
     /// Maximum rows of x (of `dtype`) for which codes are multiplied directly. For more rows the weight may
     /// be dequantised first.
-    pub fn coded_rows(arch: &ArchProfile, dtype: DType) -> u32 {
-        config::coded_rows(arch, dtype)
+    pub fn max_fused_rows(arch: &ArchProfile, dtype: DType) -> u32 {
+        config::max_fused_rows(arch, dtype)
     }
 }
 
@@ -231,8 +231,8 @@ impl Kernel for Nf4Matmul {
         Cost { flops: dense.flops * matrices, bytes: dense.bytes - weight + p.weight.bytes() }
     }
 
-    fn simplest(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<Nf4MatmulConfig, Infeasible> {
-        config::simplest(arch, p)
+    fn baseline(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<Nf4MatmulConfig, Infeasible> {
+        config::baseline(arch, p)
     }
 
     fn operands(queue: &Queue, p: &Nf4MatmulProblem, seed: u64) -> Nf4MatmulOperands {
@@ -304,7 +304,7 @@ impl Kernel for Nf4Matmul {
                 plan.code_width,
                 plan.out_width,
                 BufferArg::from_raw_parts(operands.x.clone(), x_len / plan.width),
-                CodesLaunch::of(&p.weight, &operands.weight, plan.code_width),
+                QuantizedValuesLaunch::of(&p.weight, &operands.weight, plan.code_width),
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
                 finish,
@@ -409,12 +409,12 @@ impl Plan {
                 let path = Path::Shared(config::shared_plan(p, &c));
                 Self::tiled(p, path, [c.tile_m(), c.tile_n()], c.planes(), c.parts)
             }
-            Nf4MatmulConfig::Plane(c) => {
-                let coded = config::coded(p).expect("it was checked");
-                let plan = coded::plan(arch, &coded, &c).expect("it was checked");
-                let (cubes, cube_dim) = coded.grid(&plan, &c);
+            Nf4MatmulConfig::Subgroup(c) => {
+                let problem = config::subgroup_problem(p).expect("it was checked");
+                let plan = dequant::plan(arch, &problem, &c).expect("it was checked");
+                let (cubes, cube_dim) = problem.grid(&plan, &c);
                 Self {
-                    path: Path::Plane(plan),
+                    path: Path::Subgroup(plan),
                     width: 4,
                     code_width: 4,
                     out_width: 1,
@@ -424,16 +424,16 @@ impl Plan {
                     part_steps: c.part_steps(p.weight.k),
                 }
             }
-            Nf4MatmulConfig::Lanes(c) => {
-                let lanes = lanes_plan(arch, p, &c);
+            Nf4MatmulConfig::Gemv(c) => {
+                let plan = gemv_plan(arch, p, &c);
                 let widest = (16 / p.dtype.size()).min(arch.load_bytes as usize / p.dtype.size());
                 // On a CPU each unit has rows of its own, and builds the table of pairs once.
-                let alone = arch.cores().is_some() && lanes.whole && p.norm.is_none();
+                let alone = arch.cores().is_some() && plan.whole && p.norm.is_none();
                 let cubes = if alone { 1 } else { p.weight.n.div_ceil(c.rows_of_cube()) };
                 Self {
-                    path: if alone { Path::Pairs(lanes) } else { Path::Lanes(lanes) },
-                    width: if lanes.whole { widest.clamp(1, 8) } else { 1 },
-                    code_width: lanes.words as usize,
+                    path: if alone { Path::Pairs(plan) } else { Path::Gemv(plan) },
+                    width: if plan.whole { widest.clamp(1, 8) } else { 1 },
+                    code_width: plan.words as usize,
                     out_width: 1,
                     cubes: CubeCount::Static(cubes, 1, 1),
                     cube_dim: CubeDim::new_1d(c.units),
@@ -457,15 +457,15 @@ impl Plan {
             cubes: CubeCount::Static(blocks, parts, 1),
             cube_dim: CubeDim::new_2d(32, planes),
             parts,
-            part_steps: codes::part_steps(p.weight.k, parts),
+            part_steps: tensor_core::part_steps(p.weight.k, parts),
         }
     }
 }
 
-fn lanes_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &LanesConfig) -> LanesPlan {
+fn gemv_plan(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &GemvConfig) -> GemvPlan {
     // The smallest block has 32 elements, so that 4 words share an absmax.
     let wide = p.weight.k % 32 == 0 && p.weight.order == Order::Rows && arch.load_bytes >= 16;
-    LanesPlan {
+    GemvPlan {
         config: *c,
         whole: p.weight.k % 8 == 0,
         words: if wide { 4 } else { 1 },
@@ -498,15 +498,15 @@ enum Path {
     Stream(StreamPlan),
     Fused(FusedPlan),
     Shared(SharedPlan),
-    Plane(PlanePlan),
-    Lanes(LanesPlan),
-    Pairs(LanesPlan),
+    Subgroup(SubgroupPlan),
+    Gemv(GemvPlan),
+    Pairs(GemvPlan),
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn product<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
@@ -525,14 +525,14 @@ fn product<F: Float, NX: Size, NW: Size, NO: Size>(
         Path::Shared(plan) => {
             shared::shared::<F, NX, NW, NO>(x, weight, out, partials, &finish, dims, plan)
         }
-        Path::Plane(plan) => {
+        Path::Subgroup(plan) => {
             let sizes =
-                coded::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
-            coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &sizes, plan)
+                dequant::Dims { m: dims.m, n: dims.n, k: dims.k, part_steps: dims.part_steps };
+            dequant::subgroup_matmul::<QuantizedValues<NW>, F, NX, NO>(
+                x, weight, out, partials, &finish, &sizes, plan,
+            )
         }
-        Path::Lanes(plan) => {
-            lanes::lanes::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan)
-        }
+        Path::Gemv(plan) => gemv::gemv::<F, NX, NW, NO>(x, weight, out, &finish, &norm, dims, plan),
         Path::Pairs(plan) => pairs::pairs::<F, NX, NW, NO>(x, weight, out, &finish, dims, plan),
     }
 }

@@ -17,35 +17,35 @@
 //! Ladder in ms at m = 1 with 8 / 4 / 1 rows of the weight at a time (4096 x 4096 in rows, f32, two cores of
 //! cpu-genuineintel.6.167-2, where a dense matmul takes 2.49):
 //!
-//! | version                                                                |                    |
-//! |------------------------------------------------------------------------|--------------------|
-//! | v1 [`lanes`](super::lanes): one value at a time, one accumulator a row | 1.93 / 2.34 / 4.26 |
-//! | v2 one pair at a time, two accumulators of pairs a row                 | 1.48 / 1.70 / 1.91 |
+//! | version                                                              |                    |
+//! |----------------------------------------------------------------------|--------------------|
+//! | v1 [`gemv`](super::gemv): one value at a time, one accumulator a row | 1.93 / 2.34 / 4.26 |
+//! | v2 one pair at a time, two accumulators of pairs a row               | 1.48 / 1.70 / 1.91 |
 
 use cubecl::prelude::*;
 
 use super::Dims;
-use super::lanes::{Chunk, LanesConfig, LanesPlan, chunk_of, store};
+use super::gemv::{Chunk, GemvConfig, GemvPlan, chunk_of, store};
 use crate::matmul::Finish;
-use crate::nf4::{Codes, code_shift};
+use crate::nf4::{QuantizedValues, code_shift};
 
 /// Runs the CPU path. Needs `plan.whole`, and `plan.config.lanes` = 1.
 #[cube]
 pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
-    let LanesConfig { units, rows, columns, .. } = comptime!(plan.config);
+    let GemvConfig { units, rows, columns, .. } = comptime!(plan.config);
     let matrices = comptime!(plan.matrices());
     let products = comptime!(plan.products() as usize);
     let together = comptime!(plan.words);
     let (width, per_unit) = (dims.n / matrices, comptime!(rows / matrices));
     let chunks = dims.k / comptime!(8 * together);
-    let pairs = pairs_of(&weight.book);
+    let pairs = pairs_of(&weight.codebook);
     let mut first = (CUBE_POS_X * units + UNIT_POS) * per_unit;
     while first < width {
         let mut col = 0u32.runtime();
@@ -101,14 +101,14 @@ pub(crate) fn pairs<F: Float, NX: Size, NW: Size, NO: Size>(
 
 /// Returns the values of each byte: that of its high half, then that of its low half.
 #[cube]
-fn pairs_of(book: &[f32]) -> Array<Vector<f32, Const<2>>> {
+fn pairs_of(codebook: &[f32]) -> Array<Vector<f32, Const<2>>> {
     let mut pairs = Array::<Vector<f32, Const<2>>>::new(256usize);
     for byte in 0..256u32 {
         let mut pair = Vector::<f32, Const<2>>::new(0.0f32);
         #[unroll]
         for e in 0..2u32 {
             let code = (byte >> comptime!(code_shift(e))) & 15;
-            pair.insert(comptime!(e as usize), book[code as usize]);
+            pair.insert(comptime!(e as usize), codebook[code as usize]);
         }
         pairs[byte as usize] = pair;
     }
@@ -132,7 +132,7 @@ fn load_fours<F: Float, NX: Size>(
     col: u32,
     at: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> Array<Vector<f32, Const<2>>> {
     let width = NX::value();
     let columns = comptime!(plan.config.columns as usize);

@@ -43,12 +43,12 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use super::codes::{
-    AbsmaxFeed, HalfBook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
+use super::tensor_core::{
+    AbsmaxFeed, HalfCodebook, NESTED_BYTES, RowPlan, decode_pairs, fill_nested, first_nested,
     load_absmax, store_row,
 };
 use crate::matmul::{Finish, block_of};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, global_address, lhs_lane,
     load_fragments, load_words, next_stage, shared_address, store_words, typed, wait_copies,
@@ -100,7 +100,7 @@ impl SharedConfig {
 pub(crate) struct SharedPlan {
     /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: SharedConfig,
-    pub(super) weight: CodesPlan,
+    pub(super) weight: QuantizedPlan,
     pub(super) bf16: bool,
     /// True if every tile of x is full, so that no edge is checked.
     pub(super) exact: bool,
@@ -184,7 +184,7 @@ struct Feed {
 #[cube]
 pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -196,8 +196,8 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
         comptime!((plan.shared_bytes() / 16) as usize),
         128usize,
     );
-    let nested_book = shared_address(&mut shared);
-    let ring = nested_book + NESTED_BYTES;
+    let nested_codebook = shared_address(&mut shared);
+    let ring = nested_codebook + NESTED_BYTES;
     let rights = ring + comptime!(stages * plan.x_bytes());
     let codes_ring = rights + comptime!(2 * plan.right_bytes());
     let codes_end = codes_ring + comptime!(plan.code_stages() * plan.code_bytes());
@@ -224,8 +224,8 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
         commit_copies();
     }
     let nested = first_nested(weight, unit);
-    let book = HalfBook::new(&weight.book, plan.bf16);
-    fill_nested(weight, nested, nested_book, unit, comptime!(plan.units()));
+    let codebook = HalfCodebook::new(&weight.codebook, plan.bf16);
+    fill_nested(weight, nested, nested_codebook, unit, comptime!(plan.units()));
 
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
@@ -259,19 +259,19 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
     wait_copies(comptime!(stages - 2));
     sync_cube();
     let (mut read, mut codes_read) = (u32::cast_from(ring), u32::cast_from(codes_ring));
-    load_codes(&mut words, &mut scales, codes_read, nested_book, 0u32, plane, lane, plan);
+    load_codes(&mut words, &mut scales, codes_read, nested_codebook, 0u32, plane, lane, plan);
     #[unroll]
     for half in 0..2usize {
         #[unroll]
         for quad in 0..comptime!(2 * plan.pieces()) {
-            decode(&words, &scales, &book, &mut decoded, half, quad, plan);
+            decode(&words, &scales, &codebook, &mut decoded, half, quad, plan);
         }
         if comptime!(half == 0) {
             store(&decoded, put, half, plan);
         }
     }
     codes_read = next_stage(codes_read, codes_ring, codes_end, plan.code_bytes());
-    load_codes(&mut words, &mut scales, codes_read, nested_book, 1u32, plane, lane, plan);
+    load_codes(&mut words, &mut scales, codes_read, nested_codebook, 1u32, plane, lane, plan);
     sync_cube();
     load_left::<F>(read, own_left, &mut left, 0usize, plan);
     load_right(own_right, &mut right, 0usize, 0usize, plan);
@@ -301,13 +301,13 @@ pub(crate) fn shared<F: Float, NX: Size, NW: Size, NO: Size>(
             load_right(own_right, &mut right, 1 - half, 0usize, plan);
             #[unroll]
             for quad in 0..comptime!(2 * plan.pieces()) {
-                decode(&words, &scales, &book, &mut decoded, half, quad, plan);
+                decode(&words, &scales, &codebook, &mut decoded, half, quad, plan);
             }
             if comptime!(half == 1) {
                 // Past the last step this reads leftovers of an earlier one, which are never multiplied.
                 codes_read = next_stage(codes_read, codes_ring, codes_end, plan.code_bytes());
                 let (words, scales) = (&mut words, &mut scales);
-                load_codes(words, scales, codes_read, nested_book, step + 2, plane, lane, plan);
+                load_codes(words, scales, codes_read, nested_codebook, step + 2, plane, lane, plan);
             }
             multiply::<F, NF, NC>(&def, &left, &right, &mut acc, 1usize);
         }
@@ -336,7 +336,7 @@ impl Feed {
     #[expect(clippy::too_many_arguments, reason = "operands and one place")]
     fn new<F: Float, NX: Size, NW: Size>(
         x: &[Vector<F, NX>],
-        weight: &Codes<NW>,
+        weight: &QuantizedValues<NW>,
         dims: &Dims,
         row: u32,
         block_n: u32,
@@ -434,7 +434,7 @@ fn load_codes(
     words: &mut Array<u32>,
     scales: &mut Array<u32>,
     read: u32,
-    nested_book: u32,
+    nested_codebook: u32,
     step: u32,
     plane: u32,
     lane: u32,
@@ -457,7 +457,7 @@ fn load_codes(
             let at = read + comptime!(plan.absmax_at()) + place * 4;
             let far = read + comptime!(plan.scales_at()) + place * 8;
             scales[comptime!(2 * piece + j)] =
-                load_absmax(at, far, nested_book, step, plan.weight.nested, plan.bf16);
+                load_absmax(at, far, nested_codebook, step, plan.weight.nested, plan.bf16);
         }
     }
 }
@@ -468,7 +468,7 @@ fn load_codes(
 fn decode(
     words: &Array<u32>,
     scales: &Array<u32>,
-    book: &HalfBook,
+    codebook: &HalfCodebook,
     decoded: &mut Array<u32>,
     #[comptime] half: usize,
     #[comptime] quad: usize,
@@ -479,7 +479,7 @@ fn decode(
     for j in 0..2usize {
         let word = words[comptime!(4 * piece + 2 * j + half)];
         let scale = scales[comptime!(2 * piece + j)];
-        let (first, second) = decode_pairs(word, scale, book, k, plan.bf16);
+        let (first, second) = decode_pairs(word, scale, codebook, k, plan.bf16);
         decoded[comptime!(4 * quad + 2 * j)] = first;
         decoded[comptime!(4 * quad + 2 * j + 1)] = second;
     }

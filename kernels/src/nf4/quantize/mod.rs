@@ -45,14 +45,14 @@ pub struct Nf4Quantize;
 /// A codebook of 16 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum CodeBook {
+pub enum Codebook {
     /// Quantiles of the normal distribution.
     Nf4,
     /// FP4: one sign bit, two bits of exponent and one of mantissa, in bitsandbytes' order.
     Fp4,
 }
 
-impl CodeBook {
+impl Codebook {
     /// Returns the codebook of a 4-bit format, or None for other formats.
     pub const fn of(format: WeightFormat) -> Option<Self> {
         match format {
@@ -85,7 +85,8 @@ pub struct QuantizeProblem {
     pub weight: Weight,
     /// Type of the values.
     pub dtype: DType,
-    pub book: CodeBook,
+    #[serde(rename = "book")]
+    pub codebook: Codebook,
 }
 
 /// Launch shape of a quantisation.
@@ -118,12 +119,12 @@ impl Kernel for Nf4Quantize {
 
     fn bucket(p: &QuantizeProblem) -> String {
         let len = p.weight.len().next_power_of_two();
-        format!("{} {} b{} {len}", p.book.name(), p.dtype, p.weight.block_size)
+        format!("{} {} b{} {len}", p.codebook.name(), p.dtype, p.weight.block_size)
     }
 
     fn candidates(arch: &ArchProfile, p: &QuantizeProblem) -> Vec<QuantizeConfig> {
         if arch.cores().is_some() {
-            return Self::simplest(arch, p).into_iter().collect();
+            return Self::baseline(arch, p).into_iter().collect();
         }
         let words = p.weight.block_size / 8;
         let all = [[256, 32], [256, 8], [128, 8], [512, 32], [256, 64]];
@@ -159,7 +160,7 @@ impl Kernel for Nf4Quantize {
         Cost { flops: plain.len(), bytes: plain.bytes() + plain.len() * p.dtype.size() as u64 }
     }
 
-    fn simplest(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
+    fn baseline(arch: &ArchProfile, p: &QuantizeProblem) -> Result<QuantizeConfig, Infeasible> {
         let config = match arch.cores() {
             Some(units) => QuantizeConfig { units, lanes: 1 },
             None => QuantizeConfig { units: 64, lanes: 4 },
@@ -231,13 +232,13 @@ pub fn quantize(
     values: &Handle,
     weight: Weight,
     dtype: DType,
-    book: CodeBook,
+    codebook: Codebook,
 ) -> Result<WeightBuffers, QuantizeError> {
     let rows = Weight { order: Order::Rows, ..weight };
-    let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, book };
+    let problem = QuantizeProblem { weight: Weight { nested: false, ..rows }, dtype, codebook };
     let config = match Nf4Quantize::candidates(device.profile(), &problem).first() {
         Some(config) => *config,
-        None => Nf4Quantize::simplest(device.profile(), &problem)?,
+        None => Nf4Quantize::baseline(device.profile(), &problem)?,
     };
     let blocks = weight.blocks() as usize;
     let (client, queue) = (device.client(), Queue::Device(device));
@@ -263,8 +264,12 @@ pub fn quantize(
     } else {
         (operands.absmax, None)
     };
-    let quantized =
-        WeightBuffers { codes: operands.codes, absmax, book: floats(&book.values()), nested };
+    let quantized = WeightBuffers {
+        codes: operands.codes,
+        absmax,
+        codebook: floats(&codebook.values()),
+        nested,
+    };
     Ok(super::reorder(device, rows, &quantized, weight.order))
 }
 
@@ -283,14 +288,14 @@ fn address(p: &QuantizeProblem) -> AddressType {
 struct QuantizePlan {
     config: QuantizeConfig,
     block_size: u32,
-    book: CodeBook,
+    codebook: Codebook,
     /// True if a vector holds the eight values of a word, and a unit processes whole blocks.
     vectors: bool,
 }
 
 fn plan(p: &QuantizeProblem, c: &QuantizeConfig, width: usize) -> QuantizePlan {
     let vectors = c.lanes == 1 && width == 8;
-    QuantizePlan { config: *c, block_size: p.weight.block_size, book: p.book, vectors }
+    QuantizePlan { config: *c, block_size: p.weight.block_size, codebook: p.codebook, vectors }
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
@@ -311,9 +316,9 @@ fn quantize_blocks<F: Float, NI: Size>(
     let mut first = CUBE_POS_X * per_cube;
     while first < blocks {
         let block = first + group;
-        let mut most = 0.0f32.runtime();
+        let mut block_absmax = 0.0f32.runtime();
         if comptime!(plan.vectors) {
-            most = largest(values, flag, block, words);
+            block_absmax = largest(values, flag, block, words);
         } else {
             for i in 0..comptime!(words / lanes) {
                 let word = block * words + lane + i * lanes;
@@ -322,7 +327,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     #[unroll]
                     for e in 0..8usize {
                         let size = f32::abs(eight[e]);
-                        most = select(size > most, size, most);
+                        block_absmax = select(size > block_absmax, size, block_absmax);
                         // The comparison fails for infinity and NaN.
                         let finite = size <= f32::MAX;
                         if !finite {
@@ -333,17 +338,17 @@ fn quantize_blocks<F: Float, NI: Size>(
             }
         }
         if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
+            shared[UNIT_POS as usize] = block_absmax;
             sync_cube();
             for l in 0..lanes {
                 let other = shared[(group * lanes + l) as usize];
-                most = select(other > most, other, most);
+                block_absmax = select(other > block_absmax, other, block_absmax);
             }
             sync_cube();
         }
-        let inverse = select(most > 0.0, 1.0 / most, 0.0f32.runtime());
+        let inverse = select(block_absmax > 0.0, 1.0 / block_absmax, 0.0f32.runtime());
         if lane == 0 && block < blocks {
-            absmax[block as usize] = most;
+            absmax[block as usize] = block_absmax;
         }
         for i in 0..comptime!(words / lanes) {
             let word = block * words + lane + i * lanes;
@@ -351,7 +356,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                 let mut made = 0u32;
                 if comptime!(plan.vectors) {
                     let eight = Vector::<f32, NI>::cast_from(values[word as usize]);
-                    let eight = encode_vector(eight * Vector::new(inverse), plan.book);
+                    let eight = encode_vector(eight * Vector::new(inverse), plan.codebook);
                     #[unroll]
                     for e in 0..8u32 {
                         let code = eight.extract(comptime!(e as usize));
@@ -361,7 +366,7 @@ fn quantize_blocks<F: Float, NI: Size>(
                     let eight = load_eight(values, word);
                     #[unroll]
                     for e in 0..8u32 {
-                        let code = encode(eight[comptime!(e as usize)] * inverse, plan.book);
+                        let code = encode(eight[comptime!(e as usize)] * inverse, plan.codebook);
                         made |= code << comptime!(code_shift(e));
                     }
                 }
@@ -400,13 +405,13 @@ fn largest<F: Float, NI: Size>(
     block: u32,
     #[comptime] words: u32,
 ) -> f32 {
-    let mut most = Vector::<f32, NI>::new(0.0f32);
+    let mut block_absmax = Vector::<f32, NI>::new(0.0f32);
     let mut odd = Vector::<u32, NI>::new(0u32);
     for i in 0..words {
         let word = (block * words + i) as usize;
         if word < values.len() {
             let size = Vector::<f32, NI>::cast_from(values[word]).abs();
-            most = select_many(size.greater_than(&most), size, most);
+            block_absmax = select_many(size.greater_than(&block_absmax), size, block_absmax);
             // The comparison fails for infinity and NaN.
             let finite = size.less_equal(&Vector::new(f32::MAX));
             odd = select_many(finite, odd, Vector::new(1u32));
@@ -416,7 +421,7 @@ fn largest<F: Float, NI: Size>(
     let mut any = 0u32.runtime();
     #[unroll]
     for e in 0..8usize {
-        one = max(one, most.extract(e));
+        one = max(one, block_absmax.extract(e));
         any |= odd.extract(e);
     }
     if any != 0 {
@@ -431,16 +436,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn books_ascend_and_hold_zero_and_one() {
+    fn codebooks_ascend_and_hold_zero_and_one() {
         let nested = nested_values();
         assert!(nested.windows(2).all(|w| w[0] < w[1]));
         assert_eq!((nested[127], nested[255]), (0.0, 1.0));
-        let nf4 = CodeBook::Nf4.values();
+        let nf4 = Codebook::Nf4.values();
         assert!(nf4.windows(2).all(|w| w[0] < w[1]));
         for (i, above) in NF4_ABOVE.into_iter().enumerate() {
             assert!(nf4[i] < above && above < nf4[i + 1], "{i}");
         }
-        let fp4 = CodeBook::Fp4.values();
+        let fp4 = Codebook::Fp4.values();
         let mut below = 0.0;
         for (above, code) in FP4_ABOVE {
             assert!(below < above && above < fp4[code as usize], "{code}");
@@ -455,7 +460,7 @@ mod tests {
             let arch = ArchProfile::recorded(name).expect("recorded");
             for block_size in [32, 64, 4096] {
                 let weight = Weight::new(37, 41, block_size, false).expect("valid");
-                let p = QuantizeProblem { weight, dtype: DType::Bf16, book: CodeBook::Nf4 };
+                let p = QuantizeProblem { weight, dtype: DType::Bf16, codebook: Codebook::Nf4 };
                 let found = Nf4Quantize::candidates(&arch, &p);
                 assert!(!found.is_empty(), "{name} {block_size}");
                 for c in found {

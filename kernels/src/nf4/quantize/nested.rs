@@ -38,7 +38,7 @@ pub fn nest(
     let client = device.client();
     let (blocks, groups) = (weight.blocks() as usize, weight.groups() as usize);
     let codes = client.empty(blocks.next_multiple_of(4));
-    let book = client.create_from_slice(f32::as_bytes(&nested_values()));
+    let codebook = client.create_from_slice(f32::as_bytes(&nested_values()));
     let scales = client.empty(groups * 8);
     let alone = device.profile().cores().is_some();
     let (units, lanes) = if alone { (1, 1) } else { (64, 64) };
@@ -50,20 +50,20 @@ pub fn nest(
             cubes,
             CubeDim::new_1d(units),
             BufferArg::from_raw_parts(absmax.clone(), blocks),
-            BufferArg::from_raw_parts(book.clone(), 256),
+            BufferArg::from_raw_parts(codebook.clone(), 256),
             BufferArg::from_raw_parts(codes.clone(), blocks.div_ceil(4)),
             BufferArg::from_raw_parts(scales.clone(), groups * 2),
             offset,
             lanes,
         );
     }
-    (codes, NestedBuffers { book, scales })
+    (codes, NestedBuffers { codebook, scales })
 }
 
 #[cube(launch_unchecked)]
 fn nest_absmax(
     absmax: &[f32],
-    book: &[f32],
+    codebook: &[f32],
     codes: &mut [u32],
     scales: &mut [f32],
     offset: f32,
@@ -74,7 +74,7 @@ fn nest_absmax(
     let groups = (scales.len() / 2) as u32;
     let mut group = u32::cast_from(CUBE_POS_X);
     while group < groups {
-        let mut most = 0.0f32.runtime();
+        let mut group_absmax = 0.0f32.runtime();
         let mut word = group * words + UNIT_POS;
         while word < (group + 1) * words {
             #[unroll]
@@ -82,23 +82,23 @@ fn nest_absmax(
                 let at = (word * 4 + e) as usize;
                 if at < absmax.len() {
                     let size = f32::abs(absmax[at] - offset);
-                    most = select(size > most, size, most);
+                    group_absmax = select(size > group_absmax, size, group_absmax);
                 }
             }
             word += lanes;
         }
         if comptime!(lanes > 1) {
-            shared[UNIT_POS as usize] = most;
+            shared[UNIT_POS as usize] = group_absmax;
             sync_cube();
             for l in 0..lanes {
                 let other = shared[l as usize];
-                most = select(other > most, other, most);
+                group_absmax = select(other > group_absmax, other, group_absmax);
             }
             sync_cube();
         }
-        let inverse = 1.0 / most;
+        let inverse = 1.0 / group_absmax;
         if UNIT_POS == 0 {
-            scales[(2 * group) as usize] = most;
+            scales[(2 * group) as usize] = group_absmax;
             scales[(2 * group + 1) as usize] = offset;
         }
         let mut word = group * words + UNIT_POS;
@@ -107,8 +107,8 @@ fn nest_absmax(
             #[unroll]
             for e in 0..4u32 {
                 let at = (word * 4 + e) as usize;
-                if at < absmax.len() && most > 0.0 {
-                    let code = encode_nested((absmax[at] - offset) * inverse, book);
+                if at < absmax.len() && group_absmax > 0.0 {
+                    let code = encode_nested((absmax[at] - offset) * inverse, codebook);
                     made |= code << comptime!(8 * e);
                 }
             }
@@ -124,21 +124,21 @@ fn nest_absmax(
 /// Returns the nearest entry of an ascending codebook of 256 values, by bisection as in bitsandbytes
 /// (`dQuantize`). Half-way between two entries it returns the one tested last.
 #[cube]
-fn encode_nested(x: f32, book: &[f32]) -> u32 {
+fn encode_nested(x: f32, codebook: &[f32]) -> u32 {
     let mut pivot = 127u32.runtime();
     let mut lower = 0u32.runtime();
     let mut upper = 255u32.runtime();
     #[unroll]
     for i in 0..7u32 {
         let step = comptime!(64u32 >> i);
-        let above = x > book[pivot as usize];
+        let above = x > codebook[pivot as usize];
         lower = select(above, pivot, lower);
         upper = select(above, upper, pivot);
         pivot = select(above, pivot + step, pivot - step);
     }
-    let here = book[pivot as usize];
-    let next = (book[upper as usize] + here) * 0.5f32;
-    let last = (book[lower as usize] + here) * 0.5f32;
+    let here = codebook[pivot as usize];
+    let next = (codebook[upper as usize] + here) * 0.5f32;
+    let last = (codebook[lower as usize] + here) * 0.5f32;
     let above = select(x > next, upper, pivot);
     let below = select(x < last, lower, pivot);
     select(x > here, above, below)

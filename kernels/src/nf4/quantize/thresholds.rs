@@ -2,17 +2,17 @@
 
 use cubecl::prelude::*;
 
-use super::CodeBook;
+use super::Codebook;
 
 /// Encodes each element of a vector, as [`encode`].
 #[cube]
 pub(super) fn encode_vector<N: Size>(
     x: Vector<f32, N>,
-    #[comptime] book: CodeBook,
+    #[comptime] codebook: Codebook,
 ) -> Vector<u32, N> {
     let mut code = Vector::<u32, N>::new(0u32);
-    match comptime!(book) {
-        CodeBook::Nf4 =>
+    match comptime!(codebook) {
+        Codebook::Nf4 =>
         {
             #[unroll]
             for i in 0..15usize {
@@ -20,7 +20,7 @@ pub(super) fn encode_vector<N: Size>(
                 code += select_many(above, Vector::new(1u32), Vector::new(0u32));
             }
         }
-        CodeBook::Fp4 => {
+        Codebook::Fp4 => {
             let size = x.abs();
             #[unroll]
             for i in 0..7usize {
@@ -38,17 +38,17 @@ pub(super) fn encode_vector<N: Size>(
 /// Returns the code of a value in -1 to 1: for NF4 the number of thresholds below it, for FP4 the code of the
 /// last threshold below it.
 #[cube]
-pub(super) fn encode(x: f32, #[comptime] book: CodeBook) -> u32 {
+pub(super) fn encode(x: f32, #[comptime] codebook: Codebook) -> u32 {
     let mut code = 0u32.runtime();
-    match comptime!(book) {
-        CodeBook::Nf4 =>
+    match comptime!(codebook) {
+        Codebook::Nf4 =>
         {
             #[unroll]
             for i in 0..15usize {
                 code += select(x > comptime!(nf4_above(i)), 1u32, 0u32);
             }
         }
-        CodeBook::Fp4 => {
+        Codebook::Fp4 => {
             let size = f32::abs(x);
             #[unroll]
             for i in 0..7usize {

@@ -45,9 +45,9 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Dims;
-use super::codes::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
+use super::tensor_core::{NESTED_BYTES, fill_nested, first_nested, permute, unnest};
 use crate::matmul::{Columns, Finish, NormWeight};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::rows::NormKind;
 use crate::tile::{
     global_address, load_pair, load_shared, pack_pair, shared_address, store_shared, store_word,
@@ -87,7 +87,7 @@ impl StreamConfig {
 pub(crate) struct StreamPlan {
     /// Config with one part, so that instances of different parts differ only in `partial`.
     pub(super) config: StreamConfig,
-    pub(super) weight: CodesPlan,
+    pub(super) weight: QuantizedPlan,
     /// Groups of eight rows of x.
     pub(super) eights: usize,
     pub(super) bf16: bool,
@@ -133,7 +133,7 @@ impl StreamPlan {
 
 /// Registers of a unit for the next tile.
 #[derive(CubeType)]
-struct Ahead {
+struct Prefetched {
     /// Four words for each step.
     codes: Array<u32>,
     /// absmax of rows `lane / 4` and `lane / 4 + 8`, one a step: four bytes in a word, or four f32.
@@ -144,7 +144,7 @@ struct Ahead {
 
 /// Addresses of a plane's part of the tiles.
 #[derive(CubeType)]
-struct Share {
+struct PlaneAddresses {
     /// Addresses in tile 0.
     codes: u64,
     absmax: u64,
@@ -163,7 +163,7 @@ struct Share {
 #[expect(clippy::too_many_arguments, reason = "operands, and what is done to them")]
 pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
@@ -178,8 +178,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
         128usize,
     );
     let table = shared_address(&mut shared);
-    let nested_book = table + TABLE_BYTES;
-    let sums = nested_book + NESTED_BYTES;
+    let nested_codebook = table + TABLE_BYTES;
+    let sums = nested_codebook + NESTED_BYTES;
     let factors = sums + comptime!(plan.sets() * plan.set_bytes());
     let squares = factors + SQUARES_BYTES;
 
@@ -196,34 +196,34 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let tiles = dims.n / comptime!(if plan.glu { 32u32 } else { 16u32 });
     let quads = dims.k / 256;
     let own = part * planes + plane;
-    let share = share_of(weight, own, quads, lane, plan);
+    let addresses = addresses_of(weight, own, quads, lane, plan);
 
-    let mut ahead = Ahead {
+    let mut prefetched = Prefetched {
         codes: Array::new(comptime!(4 * SPANS)),
         absmax: Array::new(comptime!(if plan.weight.nested { 2 } else { 2 * SPANS })),
         scales: Array::new(4usize),
     };
-    load_scales(&mut ahead, &share, first, plan);
+    load_scales(&mut prefetched, &addresses, first, plan);
     #[unroll]
     for span in 0..SPANS {
-        load_codes(&mut ahead, &share, first, span);
+        load_codes(&mut prefetched, &addresses, first, span);
     }
-    let book = weight.book[(lane % 16) as usize];
+    let codebook = weight.codebook[(lane % 16) as usize];
     let nested = first_nested(weight, unit);
     let stage = Stage { table, sums, plane, lane };
     stage.copy(x, dims, own, quads, 0usize);
-    let mut gains = Vector::<u32, Const<4>>::new(0u32);
+    let mut norm_weights = Vector::<u32, Const<4>>::new(0u32);
     #[comptime]
     match norm {
         ComptimeOption::Some(norm) => {
             // Past the end of k x is zero, so that any weight will do.
             let from = u64::cast_from(min(own, quads - 1) * 512 + lane * 16);
-            gains = stream_words(norm.address() + from, 0u32);
+            norm_weights = stream_words(norm.address() + from, 0u32);
         }
         ComptimeOption::None => {}
     }
-    fill_table(book, table, lane, plane, plan);
-    fill_nested(weight, nested, nested_book, unit, comptime!(plan.config.units()));
+    fill_table(codebook, table, lane, plane, plan);
+    fill_nested(weight, nested, nested_codebook, unit, comptime!(plan.config.units()));
     // Right fragments of a plane's 256 of k: `[eights, spans, steps, 2]` words.
     let mut fixed = Array::<u32>::new(comptime!(eights * SPANS * 8));
     stage.load::<F>(&mut fixed, 0usize);
@@ -235,7 +235,7 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
     if comptime!(plan.norm.is_some()) {
-        stage.weigh::<F, NF, NC>(&mut fixed, gains, squares, &def, plan);
+        stage.apply_norm_weight::<F, NF, NC>(&mut fixed, norm_weights, squares, &def, plan);
     }
     sync_cube();
     #[comptime]
@@ -275,8 +275,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                 (now, select(now + cubes < tiles, now + cubes, now))
             };
             if comptime!(plan.glu) || now < tiles {
-                let scales = decode_scales(&ahead, nested_book, plan);
-                load_scales(&mut ahead, &share, next, plan);
+                let scales = decode_scales(&prefetched, nested_codebook, plan);
+                load_scales(&mut prefetched, &addresses, next, plan);
                 let mut acc = Array::<f32>::new(comptime!(4 * eights));
                 #[unroll]
                 for e in 0..comptime!(4 * eights) {
@@ -284,8 +284,8 @@ pub(crate) fn stream<F: Float, NX: Size, NW: Size, NO: Size>(
                 }
                 #[unroll]
                 for span in 0..SPANS {
-                    let left = decode_codes(&ahead, table, lane, span);
-                    load_codes(&mut ahead, &share, next, span);
+                    let left = decode_codes(&prefetched, table, lane, span);
+                    load_codes(&mut prefetched, &addresses, next, span);
                     #[unroll]
                     for eight in 0..eights {
                         let mut sum = Array::<Vector<f32, NC>>::new(2usize);
@@ -425,19 +425,19 @@ fn store_sums(acc: &Array<f32>, to: u32, lane: u32, m: u32, #[comptime] plan: St
 }
 
 #[cube]
-fn share_of<NW: Size>(
-    weight: &Codes<NW>,
+fn addresses_of<NW: Size>(
+    weight: &QuantizedValues<NW>,
     own: u32,
     quads: u32,
     lane: u32,
     #[comptime] plan: StreamPlan,
-) -> Share {
+) -> PlaneAddresses {
     let quad = min(own, quads - 1);
     // Bytes of absmax per unit and tile: two rows, four steps.
     let unit_bytes = comptime!(if plan.weight.nested { 8u32 } else { 32u32 });
     let absmax_bytes = comptime!(8 * unit_bytes);
     let place = u64::cast_from(quad * absmax_bytes + lane / 4 * unit_bytes);
-    Share {
+    PlaneAddresses {
         codes: global_address(&weight.codes) + u64::cast_from(quad * 2048 + lane * 16),
         absmax: global_address(&weight.absmax) + place,
         scales: global_address(&weight.scales),
@@ -451,31 +451,42 @@ fn share_of<NW: Size>(
 
 /// Issues the load of the codes of one step.
 #[cube]
-fn load_codes(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] span: usize) {
-    let from = share.codes + u64::cast_from(tile) * share.codes_step;
+fn load_codes(
+    prefetched: &mut Prefetched,
+    addresses: &PlaneAddresses,
+    tile: u32,
+    #[comptime] span: usize,
+) {
+    let from = addresses.codes + u64::cast_from(tile) * addresses.codes_step;
     let words = stream_words(from, comptime!(512 * span as u32));
     #[unroll]
     for i in 0..4usize {
-        ahead.codes[comptime!(4 * span + i)] = words.extract(i);
+        prefetched.codes[comptime!(4 * span + i)] = words.extract(i);
     }
 }
 
 /// Issues the loads of absmax and, if nested, of its scales.
 #[cube]
-fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: StreamPlan) {
-    let from = share.absmax + u64::cast_from(tile) * share.absmax_step;
+fn load_scales(
+    prefetched: &mut Prefetched,
+    addresses: &PlaneAddresses,
+    tile: u32,
+    #[comptime] plan: StreamPlan,
+) {
+    let from = addresses.absmax + u64::cast_from(tile) * addresses.absmax_step;
     if comptime!(plan.weight.nested) {
         let pair = load_two_words(from);
-        ahead.absmax[0] = pair.extract(0usize);
-        ahead.absmax[1] = pair.extract(1usize);
+        prefetched.absmax[0] = pair.extract(0usize);
+        prefetched.absmax[1] = pair.extract(1usize);
         #[unroll]
         for half in 0..2usize {
-            let row = tile * 16 + share.row + comptime!(8 * half as u32);
+            let row = tile * 16 + addresses.row + comptime!(8 * half as u32);
             // A quad has 256 elements; a group has 256 blocks.
-            let group = (row * share.quads + share.quad) / comptime!(plan.weight.block_size);
-            let pair = load_pair(share.scales + u64::cast_from(group * 8));
-            ahead.scales[comptime!(2 * half)] = pair.extract(0usize);
-            ahead.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
+            let group =
+                (row * addresses.quads + addresses.quad) / comptime!(plan.weight.block_size);
+            let pair = load_pair(addresses.scales + u64::cast_from(group * 8));
+            prefetched.scales[comptime!(2 * half)] = pair.extract(0usize);
+            prefetched.scales[comptime!(2 * half + 1)] = pair.extract(1usize);
         }
     } else {
         #[unroll]
@@ -483,7 +494,7 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: St
             let words = stream_words(from, comptime!(16 * half as u32));
             #[unroll]
             for i in 0..SPANS {
-                ahead.absmax[comptime!(SPANS * half + i)] = words.extract(i);
+                prefetched.absmax[comptime!(SPANS * half + i)] = words.extract(i);
             }
         }
     }
@@ -491,7 +502,11 @@ fn load_scales(ahead: &mut Ahead, share: &Share, tile: u32, #[comptime] plan: St
 
 /// Returns the absmax of both rows, one a step.
 #[cube]
-fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) -> Array<f32> {
+fn decode_scales(
+    prefetched: &Prefetched,
+    nested_codebook: u32,
+    #[comptime] plan: StreamPlan,
+) -> Array<f32> {
     let mut scales = Array::<f32>::new(comptime!(2 * SPANS));
     #[unroll]
     for half in 0..2usize {
@@ -499,12 +514,16 @@ fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) 
         for span in 0..SPANS {
             let at = comptime!(half * SPANS + span);
             if comptime!(plan.weight.nested) {
-                let byte = (ahead.absmax[half] >> comptime!(8 * span as u32)) & 255;
-                let scale = ahead.scales[comptime!(2 * half)];
-                scales[at] =
-                    unnest(nested_book, byte, scale, ahead.scales[comptime!(2 * half + 1)]);
+                let byte = (prefetched.absmax[half] >> comptime!(8 * span as u32)) & 255;
+                let scale = prefetched.scales[comptime!(2 * half)];
+                scales[at] = unnest(
+                    nested_codebook,
+                    byte,
+                    scale,
+                    prefetched.scales[comptime!(2 * half + 1)],
+                );
             } else {
-                scales[at] = f32::reinterpret(ahead.absmax[at]);
+                scales[at] = f32::reinterpret(prefetched.absmax[at]);
             }
         }
     }
@@ -514,13 +533,18 @@ fn decode_scales(ahead: &Ahead, nested_book: u32, #[comptime] plan: StreamPlan) 
 /// Decodes the left fragments of one step of 64. Row `lane / 4` is at even positions of a pair, the row eight
 /// below at odd ones.
 #[cube]
-fn decode_codes(ahead: &Ahead, table: u32, lane: u32, #[comptime] span: usize) -> Array<u32> {
+fn decode_codes(
+    prefetched: &Prefetched,
+    table: u32,
+    lane: u32,
+    #[comptime] span: usize,
+) -> Array<u32> {
     let mut left = Array::<u32>::new(16usize);
     #[unroll]
     for half in 0..2usize {
         #[unroll]
         for byte in 0..8usize {
-            let word = ahead.codes[comptime!(4 * span + 2 * half + byte / 4)];
+            let word = prefetched.codes[comptime!(4 * span + 2 * half + byte / 4)];
             // Puts byte `byte` above the unit's offset.
             let selector = comptime!(0x5504 | (byte as u32 % 4) << 4);
             let place = permute(word, lane * 4, selector.runtime());
@@ -572,15 +596,15 @@ fn load_two_words(from: u64) -> Vector<u32, Const<2>> {
 
 /// Writes the pairs of the codebook for every unit of a plane. Unit i passes codebook value i % 16.
 #[cube]
-fn fill_table(book: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: StreamPlan) {
+fn fill_table(codebook: f32, table: u32, lane: u32, plane: u32, #[comptime] plan: StreamPlan) {
     let size!(NP) = 2usize;
     let planes = comptime!(plan.config.planes);
     #[unroll]
     for i in 0..comptime!(256u32.div_ceil(planes)) {
         let byte = plane + comptime!(i * planes);
         let mut pair = Vector::<f32, NP>::new(0.0f32);
-        pair.insert(0usize, plane_shuffle(book, byte / 16 % 16));
-        pair.insert(1usize, plane_shuffle(book, byte % 16));
+        pair.insert(0usize, plane_shuffle(codebook, byte / 16 % 16));
+        pair.insert(1usize, plane_shuffle(codebook, byte % 16));
         if comptime!(256 % planes == 0) || byte < 256 {
             store_word(table + byte * 256 + lane * 4, pack_pair(pair, plan.bf16));
         }

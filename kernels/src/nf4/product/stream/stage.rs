@@ -46,13 +46,13 @@ impl Stage {
             let inside = own < quads;
             let from = first + u64::cast_from(row as usize * dims.k as usize) * 2;
             // XORed with the row, so that the same chunk of eight rows lies in eight positions.
-            let turned = (self.lane % 8) ^ i;
+            let swizzled = (self.lane % 8) ^ i;
             let to = if comptime!(i < 4) {
                 let line = self.plane * 16 + comptime!(i * 4) + self.lane / 8;
-                self.table + line * 256 + 128 + turned * 16
+                self.table + line * 256 + 128 + swizzled * 16
             } else {
                 let line = self.plane * 16 + comptime!((i - 4) * 4) + self.lane / 8;
-                self.sums + line * 128 + turned * 16
+                self.sums + line * 128 + swizzled * 16
             };
             if row < dims.m {
                 copy_vector(from, to, 0u32, inside, chunk);
@@ -94,10 +94,10 @@ impl Stage {
     ///
     /// The sums are the diagonal of x·xᵀ: a unit's registers of the right operand are also its registers for
     /// rows 0 to 7 of the left operand.
-    pub(super) fn weigh<F: Float, NF: Size, NC: Size>(
+    pub(super) fn apply_norm_weight<F: Float, NF: Size, NC: Size>(
         &self,
         fixed: &mut Array<u32>,
-        gains: Vector<u32, Const<4>>,
+        norm_weights: Vector<u32, Const<4>>,
         squares: u32,
         def: &MmaDefinition<F, F, f32>,
         #[comptime] plan: StreamPlan,
@@ -105,10 +105,10 @@ impl Stage {
         let kind = comptime!(plan.norm.expect("rows are normalised"));
         // The weight is stored as the first of eight rows; a fragment then uses it for all rows.
         let first = self.table + 128 + self.plane * 4096;
-        store_words(first + self.lane / 8 * 256 + self.lane % 8 * 16, gains);
+        store_words(first + self.lane / 8 * 256 + self.lane % 8 * 16, norm_weights);
         sync_plane();
         let start = first + self.lane / 8 * 16;
-        let mut gain = Array::<u32>::new(comptime!(8 * SPANS));
+        let mut norm_weight = Array::<u32>::new(comptime!(8 * SPANS));
         #[unroll]
         for span in 0..SPANS {
             #[unroll]
@@ -119,7 +119,7 @@ impl Stage {
                 load_fragments::<F>(at, &mut words, 0u32, shape, false);
                 #[unroll]
                 for i in 0..4usize {
-                    gain[comptime!((span * 2 + half) * 4 + i)] = words[i];
+                    norm_weight[comptime!((span * 2 + half) * 4 + i)] = words[i];
                 }
             }
         }
@@ -157,7 +157,8 @@ impl Stage {
             }
             #[unroll]
             for i in 0..comptime!(8 * SPANS) {
-                fixed[comptime!(own + i)] = weight_pair(fixed[comptime!(own + i)], gain[i], kind);
+                fixed[comptime!(own + i)] =
+                    weight_pair(fixed[comptime!(own + i)], norm_weight[i], kind);
             }
         }
     }

@@ -40,12 +40,12 @@ use serde::{Deserialize, Serialize};
 
 use super::scores::{Place, Region, Scores};
 use super::{Dims, Sequences, Steps};
-use crate::cooperative::{Corner, Tile, Word, load, put, read, zeros};
+use crate::cooperative::{Corner, Tile, U32x4, load, put, read, zeros};
 use crate::round::rounded;
 
 /// Tile sizes of the cooperative-matrix path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct PlaneConfig {
+pub struct SubgroupConfig {
     /// Planes per cube.
     pub planes: u32,
     /// Queries per plane: 16 or 32.
@@ -57,7 +57,7 @@ pub struct PlaneConfig {
 /// Padding elements per line of scores or weights, against bank conflicts.
 const PAD: u32 = 8;
 
-impl PlaneConfig {
+impl SubgroupConfig {
     /// Queries per cube.
     pub(crate) const fn tile_q(self) -> u32 {
         self.planes * self.rows
@@ -79,8 +79,8 @@ impl PlaneConfig {
 
 /// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PlanePlan {
-    pub(crate) config: PlaneConfig,
+pub(crate) struct SubgroupPlan {
+    pub(crate) config: SubgroupConfig,
     pub(crate) head_dim: u32,
     /// Units per plane.
     pub(crate) plane: u32,
@@ -90,14 +90,14 @@ pub(crate) struct PlanePlan {
     pub(crate) exact: bool,
 }
 
-impl PlanePlan {
+impl SubgroupPlan {
     pub(crate) const fn units(self) -> u32 {
         self.config.planes * self.plane
     }
 
     /// Layout of a K tile; V uses the same layout.
     pub(crate) const fn tile(self) -> Tile {
-        let PlaneConfig { tile_kv, .. } = self.config;
+        let SubgroupConfig { tile_kv, .. } = self.config;
         Tile { lines: tile_kv, line: self.head_dim, units: self.units(), exact: self.exact }
     }
 
@@ -129,8 +129,8 @@ impl PlanePlan {
 
     /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
-        let PlaneConfig { rows, tile_kv, .. } = self.config;
-        Region { queries: rows, keys: tile_kv, turned: false, exact: self.exact }
+        let SubgroupConfig { rows, tile_kv, .. } = self.config;
+        Region { queries: rows, keys: tile_kv, transposed: false, exact: self.exact }
     }
 }
 
@@ -139,7 +139,7 @@ const HEADROOM: f32 = 8.0 * std::f32::consts::LN_2;
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
-pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
+pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     q: &[Vector<F, NI>],
     k: &[Vector<F, NI>],
     v: &[Vector<F, NI>],
@@ -148,9 +148,9 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     scores: &Scores<F, M>,
     sequences: &Sequences,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let tile_q = comptime!(plan.config.tile_q());
     let frags = comptime!(rows as usize / 16);
     let steps = comptime!(plan.head_dim as usize / 16);
@@ -173,9 +173,10 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         terminate!();
     }
 
-    let mut keys = Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+    let mut keys =
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     let mut values =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     // [planes, rows, line]
     let mut shared_s = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
         comptime!((tile_q * line / 4) as usize),
@@ -198,11 +199,11 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     for _ in 0..comptime!(frags * steps) {
         acc.push(zeros(16usize));
     }
-    let mut most = Array::<f32>::new(slots); // m of this unit's rows
+    let mut row_max = Array::<f32>::new(slots); // m of this unit's rows
     let mut sum = Array::<f32>::new(slots); //  this unit's part of l
     #[unroll]
     for i in 0..slots {
-        most[i] = scores.hidden;
+        row_max[i] = scores.hidden;
         sum[i] = 0.0f32.runtime();
     }
     // `Scores::unit` gives exponents of 2; this path computes powers of e.
@@ -211,7 +212,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     let (first_key, last_key) = scores.range(&here, first_row, comptime!(tile_q));
     let (first_tile, last_tile) = (first_key / tile_kv, last_key.div_ceil(tile_kv));
     let copies = comptime!(tile.copies());
-    let (mut next_k, mut next_v) = (Array::<Word>::new(copies), Array::<Word>::new(copies));
+    let (mut next_k, mut next_v) = (Array::<U32x4>::new(copies), Array::<U32x4>::new(copies));
     let mut corner_k = Corner {
         start: dims.k.at(here.from_kv, batch, kv_head),
         stride: dims.k.seq,
@@ -287,7 +288,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
                 s[comptime!(i * held + j)] = own;
             }
             tops[i] = top * power;
-            grows = grows || tops[i] > most[i] + HEADROOM;
+            grows = grows || tops[i] > row_max[i] + HEADROOM;
         }
 
         // Update m and rescale everything that is a multiple of exp(-m).
@@ -302,10 +303,10 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
                 if comptime!(sharers > 2) {
                     reached = max(reached, plane_shuffle_xor(reached, 2));
                 }
-                let grown = max(most[i], reached);
+                let grown = max(row_max[i], reached);
                 // -inf - -inf is NaN: leave a row without keys so far as it is.
-                let factor = select(grown == scores.hidden, 1.0f32, (most[i] - grown).exp());
-                most[i] = grown;
+                let factor = select(grown == scores.hidden, 1.0f32, (row_max[i] - grown).exp());
+                row_max[i] = grown;
                 sum[i] *= factor;
                 factors[i] = factor;
             }
@@ -342,7 +343,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         for i in 0..slots {
             let line_of = comptime!(pass * i as u32) + down;
             let from = corner + line_of * comptime!(line / 4) + across;
-            let shift = select(most[i] == scores.hidden, 0.0f32, -most[i]);
+            let shift = select(row_max[i] == scores.hidden, 0.0f32, -row_max[i]);
             let mut part = 0.0f32.runtime();
             #[unroll]
             for j in 0..held {
@@ -381,7 +382,7 @@ pub(crate) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
             let row = row0 + comptime!(pass * i as u32) + down;
             if row < here.seq_q && across == 0 {
                 let at = dims.lse_at(here.from_q + row, batch, head);
-                lse[at] = select(l == 0.0, scores.hidden, most[i] + l.ln());
+                lse[at] = select(l == 0.0, scores.hidden, row_max[i] + l.ln());
             }
         }
     }
@@ -408,7 +409,7 @@ pub(super) fn fragments_of<F: Float, N: Size>(
     steps: &Steps,
     rows: &Rows,
     scratch: &mut [Vector<F, Const<4>>],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) -> Sequence<Matrix<F>> {
     let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
     let (sharers, line) = comptime!((plan.sharers(), plan.line()));
@@ -448,11 +449,11 @@ pub(super) fn fragments_of<F: Float, N: Size>(
 #[cube]
 pub(super) fn multiply<F: Float>(
     a: &Sequence<Matrix<F>>,
-    tile: &[Word],
+    tile: &[U32x4],
     scores: &mut [Vector<f32, Const<4>>],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
     let line = comptime!(plan.line());
     let corner = corner_of(plan);
@@ -495,10 +496,10 @@ pub(super) fn multiply<F: Float>(
 pub(super) fn accumulate<F: Float>(
     acc: &Sequence<Matrix<f32>>,
     weights: &[Vector<F, Const<4>>],
-    tile: &[Word],
-    #[comptime] plan: PlanePlan,
+    tile: &[U32x4],
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { rows, tile_kv, .. } = comptime!(plan.config);
+    let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
     let line = comptime!(plan.line());
     let corner = corner_of(plan);
@@ -540,7 +541,7 @@ pub(super) fn store_rows<F: Float, N: Size>(
     acc: &Sequence<Matrix<f32>>,
     factors: &Array<f32>,
     scratch: &mut [Vector<f32, Const<4>>],
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
     let all_steps = comptime!(plan.head_dim as usize / 16);
@@ -584,7 +585,7 @@ pub(super) fn store_rows<F: Float, N: Size>(
 
 /// Index in vectors where a plane's own scores and weights begin.
 #[cube]
-pub(super) fn corner_of(#[comptime] plan: PlanePlan) -> u32 {
+pub(super) fn corner_of(#[comptime] plan: SubgroupPlan) -> u32 {
     UNIT_POS_Y * comptime!(plan.config.rows * plan.line() / 4)
 }
 

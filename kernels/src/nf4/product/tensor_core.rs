@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::Dims;
 use crate::matmul::mma::store_quad;
 use crate::matmul::{Columns, Finish};
-use crate::nf4::{Codes, CodesPlan};
+use crate::nf4::{QuantizedPlan, QuantizedValues};
 use crate::tile::{CopyPlan, copy_vector, global_address, load_shared, pack_pair, store_shared};
 
 /// Bytes of the codebook of nested absmax.
@@ -13,10 +13,10 @@ pub(super) const NESTED_BYTES: u32 = 256 * 4;
 
 /// Loads the first codebook value of nested absmax that a unit writes. An early load hides its latency.
 #[cube]
-pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
+pub(super) fn first_nested<NW: Size>(weight: &QuantizedValues<NW>, unit: u32) -> f32 {
     let mut first = 0.0f32.runtime();
     if comptime!(weight.plan.nested) {
-        first = weight.nested_book[(unit % 256) as usize];
+        first = weight.nested_codebook[(unit % 256) as usize];
     }
     first
 }
@@ -24,7 +24,7 @@ pub(super) fn first_nested<NW: Size>(weight: &Codes<NW>, unit: u32) -> f32 {
 /// Writes the codebook of nested absmax to shared address `to`, if absmax are nested.
 #[cube]
 pub(super) fn fill_nested<NW: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     first: f32,
     to: u32,
     unit: u32,
@@ -36,16 +36,16 @@ pub(super) fn fill_nested<NW: Size>(
         }
         let mut i = unit + units;
         while i < 256 {
-            store_shared(to + i * 4, weight.nested_book[i as usize], 0u32);
+            store_shared(to + i * 4, weight.nested_codebook[i as usize], 0u32);
             i += units;
         }
     }
 }
 
-/// Dequantises a nested absmax with the codebook at shared address `book`.
+/// Dequantises a nested absmax with the codebook at shared address `codebook`.
 #[cube]
-pub(super) fn unnest(book: u32, byte: u32, scale: f32, offset: f32) -> f32 {
-    fma(load_shared(book + byte * 4, 0u32), scale, offset)
+pub(super) fn unnest(codebook: u32, byte: u32, scale: f32, offset: f32) -> f32 {
+    fma(load_shared(codebook + byte * 4, 0u32), scale, offset)
 }
 
 /// Selects bytes: each byte of the result is one of the eight bytes of `a` and `b`, chosen by a half byte of
@@ -85,11 +85,11 @@ impl AbsmaxFeed {
     /// Creates the feed of a unit: unit 16·t + 2·r + h copies the absmax of row r + 8·h of `piece`, which has
     /// 16 rows.
     pub(super) fn new<NW: Size>(
-        weight: &Codes<NW>,
+        weight: &QuantizedValues<NW>,
         piece: u32,
         lane: u32,
         k: u32,
-        #[comptime] plan: CodesPlan,
+        #[comptime] plan: QuantizedPlan,
     ) -> AbsmaxFeed {
         let quads = k / 256;
         let each = comptime!(if plan.nested { 1u32 } else { 4u32 });
@@ -109,7 +109,7 @@ impl AbsmaxFeed {
         to: u32,
         scales_to: u32,
         #[comptime] far: [u32; 2],
-        #[comptime] plan: CodesPlan,
+        #[comptime] plan: QuantizedPlan,
     ) {
         let (one, two) = comptime!((CopyPlan::words(1), CopyPlan::words(2)));
         let quad = step / 4;
@@ -132,7 +132,7 @@ impl AbsmaxFeed {
 pub(super) fn load_absmax(
     at: u32,
     scales: u32,
-    nested_book: u32,
+    nested_codebook: u32,
     step: u32,
     #[comptime] nested: bool,
     #[comptime] bf16: bool,
@@ -143,21 +143,21 @@ pub(super) fn load_absmax(
     if comptime!(nested) {
         // Split-k parts begin at multiples of four steps.
         let byte = (u32::reinterpret(word) >> (step % 4 * 8)) & 255;
-        value = unnest(nested_book, byte, load_shared(scales, 0u32), load_shared(scales, 4u32));
+        value = unnest(nested_codebook, byte, load_shared(scales, 0u32), load_shared(scales, 4u32));
     }
     pack_pair(Vector::<f32, NP>::new(value), bf16)
 }
 
 /// Codebook in halves, split into bytes: `low[i]` and `high[i]` hold the bytes of values 4i to 4i + 3.
 #[derive(CubeType)]
-pub(super) struct HalfBook {
+pub(super) struct HalfCodebook {
     low: Array<u32>,
     high: Array<u32>,
 }
 
 #[cube]
-impl HalfBook {
-    pub(super) fn new(book: &[f32], #[comptime] bf16: bool) -> HalfBook {
+impl HalfCodebook {
+    pub(super) fn new(codebook: &[f32], #[comptime] bf16: bool) -> HalfCodebook {
         let size!(NP) = 2usize;
         let mut low = Array::<u32>::new(4usize);
         let mut high = Array::<u32>::new(4usize);
@@ -167,14 +167,14 @@ impl HalfBook {
             #[unroll]
             for p in 0..2usize {
                 let mut pair = Vector::<f32, NP>::new(0.0f32);
-                pair.insert(0usize, book[comptime!(4 * i + 2 * p)]);
-                pair.insert(1usize, book[comptime!(4 * i + 2 * p + 1)]);
+                pair.insert(0usize, codebook[comptime!(4 * i + 2 * p)]);
+                pair.insert(1usize, codebook[comptime!(4 * i + 2 * p + 1)]);
                 words[p] = pack_pair(pair, bf16);
             }
             low[i] = permute(words[0], words[1], 0x6420u32.runtime());
             high[i] = permute(words[0], words[1], 0x7531u32.runtime());
         }
-        HalfBook { low, high }
+        HalfCodebook { low, high }
     }
 }
 
@@ -184,7 +184,7 @@ impl HalfBook {
 pub(super) fn decode_pairs(
     word: u32,
     scale: u32,
-    book: &HalfBook,
+    codebook: &HalfCodebook,
     #[comptime] bytes: usize,
     #[comptime] bf16: bool,
 ) -> (u32, u32) {
@@ -197,13 +197,13 @@ pub(super) fn decode_pairs(
     let mask = permute(0x8000u32.runtime(), 0u32.runtime(), upper);
     let low = choose(
         mask,
-        permute(book.low[0], book.low[1], which),
-        permute(book.low[2], book.low[3], which),
+        permute(codebook.low[0], codebook.low[1], which),
+        permute(codebook.low[2], codebook.low[3], which),
     );
     let high = choose(
         mask,
-        permute(book.high[0], book.high[1], which),
-        permute(book.high[2], book.high[3], which),
+        permute(codebook.high[0], codebook.high[1], which),
+        permute(codebook.high[2], codebook.high[3], which),
     );
     // The high half of a byte is the first value of its pair.
     let first = permute(low, high, 0x4051u32.runtime());

@@ -1,4 +1,4 @@
-//! Cooperative-matrix path of both sides: the forward loop ([`plane`](crate::attention::plane))
+//! Cooperative-matrix path of both sides: the forward loop ([`subgroup`](crate::attention::subgroup))
 //! with the operand roles of the tensor-core path ([`flash`](super::flash)).
 //!
 //! | loop                               | level                                                                 |
@@ -40,12 +40,12 @@ use cubecl::prelude::*;
 
 use super::Roles;
 use super::flash::Side;
-use crate::attention::plane::{
-    PlaneConfig, PlanePlan, Rows, accumulate, corner_of, fragments_of, multiply, store_rows,
-};
 use crate::attention::scores::{Place, Region, Scores};
+use crate::attention::subgroup::{
+    Rows, SubgroupConfig, SubgroupPlan, accumulate, corner_of, fragments_of, multiply, store_rows,
+};
 use crate::attention::{Dims, Sequences};
-use crate::cooperative::{Corner, Word, put, read, zeros};
+use crate::cooperative::{Corner, U32x4, put, read, zeros};
 use crate::round::rounded;
 
 /// Comptime parameters of one kernel instance.
@@ -54,19 +54,19 @@ pub(super) struct SidePlan {
     pub(super) side: Side,
     /// `tile_kv` is the tile of the other side; `exact` is true if none of its tiles reaches past
     /// the end.
-    pub(super) plane: PlanePlan,
+    pub(super) subgroup: SubgroupPlan,
 }
 
 impl SidePlan {
     /// Bytes of shared memory of `config`: those of the forward pass, plus the statistics of a tile
     /// of queries.
-    pub(super) const fn shared_bytes(config: PlaneConfig, head_dim: u32) -> u32 {
+    pub(super) const fn shared_bytes(config: SubgroupConfig, head_dim: u32) -> u32 {
         config.shared_bytes(head_dim) + 8 * config.tile_kv
     }
 
     /// Estimated registers per unit: own rows, accumulators, weights, prefetched tiles, addresses.
     pub(super) const fn registers(
-        config: PlaneConfig,
+        config: SubgroupConfig,
         side: Side,
         head_dim: u32,
         plane: u32,
@@ -79,15 +79,15 @@ impl SidePlan {
 
     /// Region of a plane's scores, to which masks and ends apply.
     const fn region(self) -> Region {
-        let PlaneConfig { rows, tile_kv, .. } = self.plane.config;
+        let SubgroupConfig { rows, tile_kv, .. } = self.subgroup.config;
         let (queries, keys) = if self.side.keys { (tile_kv, rows) } else { (rows, tile_kv) };
-        Region { queries, keys, turned: self.side.keys, exact: self.plane.exact }
+        Region { queries, keys, transposed: self.side.keys, exact: self.subgroup.exact }
     }
 }
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
-pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
+pub(super) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     own_1: &[Vector<F, NI>],
     own_2: &[Vector<F, NI>],
     other_1: &[Vector<F, NI>],
@@ -101,8 +101,8 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     roles: &Roles,
     #[comptime] side_plan: SidePlan,
 ) {
-    let (side, plan) = comptime!((side_plan.side, side_plan.plane));
-    let PlaneConfig { rows, tile_kv: tile_len, .. } = comptime!(plan.config);
+    let (side, plan) = comptime!((side_plan.side, side_plan.subgroup));
+    let SubgroupConfig { rows, tile_kv: tile_len, .. } = comptime!(plan.config);
     let tile_own = comptime!(plan.config.tile_q());
     let sharers = comptime!(plan.sharers());
     let (slots, pass) = comptime!(plan.slots());
@@ -134,9 +134,9 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
     };
 
     let mut tile_1 =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     let mut tile_2 =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile.vectors() as usize), 128usize);
     // [planes, rows, line]
     let mut shared_s = Shared::<[Vector<f32, Const<4>>]>::new_aligned_slice(
         comptime!((tile_own * line / 4) as usize),
@@ -213,7 +213,7 @@ pub(super) fn plane<F: Float, M: Int, NI: Size, NO: Size>(
         at_2.line = at_1.line;
     }
     let copies = comptime!(tile.copies());
-    let (mut next_1, mut next_2) = (Array::<Word>::new(copies), Array::<Word>::new(copies));
+    let (mut next_1, mut next_2) = (Array::<U32x4>::new(copies), Array::<U32x4>::new(copies));
     read::<F, NI>(other_1, &mut next_1, &at_1, unit, tile);
     read::<F, NI>(other_2, &mut next_2, &at_2, unit, tile);
 

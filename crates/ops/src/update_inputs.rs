@@ -19,7 +19,10 @@ use crate::call::on_cubecl;
 ///
 /// # Errors
 /// [`OpError::DType`], [`OpError::Shape`]; [`OpError::Device`] for a device without kernels.
-pub fn refresh<const D: usize>(tensor: &Tensor<D, Int>, words: &[u32]) -> Result<(), OpError> {
+pub fn update_inputs<const D: usize>(
+    tensor: &Tensor<D, Int>,
+    words: &[u32],
+) -> Result<(), OpError> {
     on_cubecl(&tensor.device())?;
     let (have, dims) = (tensor.dtype(), tensor.dims());
     if !matches!(have, burn::tensor::DType::I32 | burn::tensor::DType::U32) {
@@ -31,25 +34,25 @@ pub fn refresh<const D: usize>(tensor: &Tensor<D, Int>, words: &[u32]) -> Result
         return Err(OpError::Shape { what: "the tensor", have, need });
     }
     let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-    <Dispatch as RefreshOps>::refresh(tensor.clone().into_dispatch(), bytes);
+    <Dispatch as UpdateInputsOps>::update_inputs(tensor.clone().into_dispatch(), bytes);
     Ok(())
 }
 
 #[backend_extension(Cube, Autodiff)]
-pub(crate) trait RefreshOps: Backend {
+pub(crate) trait UpdateInputsOps: Backend {
     /// Writes the bytes of a dense tensor.
-    fn refresh(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self>;
+    fn update_inputs(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self>;
 }
 
-impl RefreshOps for CubeBackend {
-    fn refresh(tensor: CubeTensor, bytes: Vec<u8>) -> CubeTensor {
+impl UpdateInputsOps for CubeBackend {
+    fn update_inputs(tensor: CubeTensor, bytes: Vec<u8>) -> CubeTensor {
         tensor.client.write(&tensor.handle, Bytes::from_bytes_vec(bytes));
         tensor
     }
 }
 
-impl<B: RefreshOps, C: CheckpointStrategy> RefreshOps for Autodiff<B, C> {
-    fn refresh(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self> {
-        Self::int_from_inner(B::refresh(Self::int_inner(tensor), bytes))
+impl<B: UpdateInputsOps, C: CheckpointStrategy> UpdateInputsOps for Autodiff<B, C> {
+    fn update_inputs(tensor: IntTensor<Self>, bytes: Vec<u8>) -> IntTensor<Self> {
+        Self::int_from_inner(B::update_inputs(Self::int_inner(tensor), bytes))
     }
 }

@@ -1,29 +1,31 @@
 //! Loops over quantised weights. A format only defines how a block of codes and its scale become values.
 //!
-//! | loop          | multiplies with       | used for                             | trait of the format          |
-//! |---------------|-----------------------|--------------------------------------|------------------------------|
-//! | [`plane`]     | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Coded`]                    |
-//! | [`gemv`]      | multiply-adds         | few rows of x, any device            | [`ByteCoded`], codes in bytes |
-//! | [`dequantize`] | no matmul            | a dense weight                       | [`ByteCoded`]                |
+//! | loop           | multiplies with       | used for                             | trait of the format                 |
+//! |----------------|-----------------------|--------------------------------------|-------------------------------------|
+//! | [`subgroup`]   | matrices of a plane   | 3 to 256 rows of x, through Vulkan   | [`Dequantize`]                      |
+//! | [`gemv`]       | multiply-adds         | few rows of x, any device            | [`DequantizeBytes`], codes in bytes |
+//! | [`dequantize`] | no matmul             | a dense weight                       | [`DequantizeBytes`]                 |
 
 pub(crate) mod dequantize;
 pub(crate) mod gemv;
-mod plane;
+mod subgroup;
 
 use cubecl::prelude::*;
 
 pub use dequantize::DequantizeConfig;
 pub use gemv::GemvConfig;
-pub use plane::PlaneConfig;
-pub(crate) use plane::{CodedProblem, Dims, PlanePlan, candidates, check, plan, planes};
+pub use subgroup::SubgroupConfig;
+pub(crate) use subgroup::{
+    Dims, SubgroupPlan, SubgroupProblem, candidates, check, plan, subgroup_matmul,
+};
 
-use crate::cooperative::Word;
+use crate::cooperative::U32x4;
 
 /// A quantised weight `[n, k]`, row-major.
 #[cube]
-pub(crate) trait Coded: CubeType {
+pub(crate) trait Dequantize: CubeType {
     /// Fills the codebook, 16 numbers, with the first units of a cube.
-    fn fill(this: &Self, book: &mut [f32], unit: u32);
+    fn fill(this: &Self, codebook: &mut [f32], unit: u32);
 
     /// Reads 16 bytes of codes, vector `vector` of row `row`, into words `4·i` to `4·i + 3`. Their shared
     /// scale goes to `shared[i]`.
@@ -40,11 +42,11 @@ pub(crate) trait Coded: CubeType {
     /// Dequantises a vector into a tile, from word `to` on. Values are rounded to bf16 by hand or converted
     /// to F.
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
-        book: &[f32],
+        codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     );
@@ -53,9 +55,9 @@ pub(crate) trait Coded: CubeType {
     fn dequantize(this: &Self, sum: f32, row: u32, k: u32) -> f32;
 }
 
-/// A quantised weight `[n, k]` with one code per byte, row-major: `value = weigh(code, block) · row`.
+/// A quantised weight `[n, k]` with one code per byte, row-major: `value = scale_by_block(code, block) · row`.
 #[cube]
-pub(crate) trait ByteCoded<NW: Size>: CubeType {
+pub(crate) trait DequantizeBytes<NW: Size>: CubeType {
     /// Number of vectors of codes.
     fn vectors(this: &Self) -> u32;
 
@@ -69,10 +71,10 @@ pub(crate) trait ByteCoded<NW: Size>: CubeType {
     fn row(this: &Self, row: usize) -> f32;
 
     /// Multiplies a code by the scale of its block.
-    fn weigh(code: f32, block: f32) -> f32;
+    fn scale_by_block(code: f32, block: f32) -> f32;
 
     /// Multiplies a block-scaled code, or a sum of them, by the scale of its row.
-    fn scaled(sum: f32, row: f32, k: u32) -> f32;
+    fn scale_by_row(sum: f32, row: f32, k: u32) -> f32;
 }
 
 /// Adds 128 to each code of a word, as [`code_of`] expects.

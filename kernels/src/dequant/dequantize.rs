@@ -1,9 +1,9 @@
-//! Dequantises codes of a byte: out = round(weigh(code, block) · row)    out: `[n, k]` in f16, bf16 or f32
+//! Dequantises codes of a byte: out = round(scale_by_block(code, block) · row)    out: `[n, k]` in f16, bf16 or f32
 //!
 //! ```text
 //!   for each vector of words                            // one unit, several vectors in flight
 //!     b = scale of its block; s = scale of its row
-//!     out[4 · word ..] = round(weigh(code, b) · s)      // one vector store
+//!     out[4 · word ..] = round(scale_by_block(code, b) · s)  // one vector store
 //! ```
 //!
 //! Cost: one byte read and one element written, 3 bytes an element in bf16. If 4 does not divide k, a word
@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::{ByteCoded, code_of, together};
+use super::{DequantizeBytes, code_of, together};
 use crate::fits::{limits, shape, stores};
 use crate::round::{by_hand, round_to_bf16};
 
@@ -45,7 +45,7 @@ impl DequantizeConfig {
     }
 
     /// Returns the baseline config.
-    pub(crate) fn simplest(arch: &ArchProfile) -> Self {
+    pub(crate) fn baseline(arch: &ArchProfile) -> Self {
         Self { units: arch.cores().unwrap_or(64), vectors: 1 }
     }
 
@@ -79,7 +79,7 @@ pub(crate) struct DequantizePlan {
 }
 
 #[cube]
-pub(crate) fn decode<W: ByteCoded<NW>, E: Float, NW: Size, NO: Size>(
+pub(crate) fn decode<W: DequantizeBytes<NW>, E: Float, NW: Size, NO: Size>(
     weight: &W,
     out: &mut [Vector<E, NO>],
     k: u32,
@@ -102,7 +102,7 @@ pub(crate) fn decode<W: ByteCoded<NW>, E: Float, NW: Size, NO: Size>(
                     for e in 0..width {
                         let word = vector.extract(comptime!(e / 4));
                         let code = code_of(word, comptime!(e as u32 % 4));
-                        let value = W::scaled(W::weigh(code, block), row, k);
+                        let value = W::scale_by_row(W::scale_by_block(code, block), row, k);
                         values.insert(e, E::cast_from(rounded(value, plan)));
                     }
                     out[at as usize] = values;
@@ -113,7 +113,7 @@ pub(crate) fn decode<W: ByteCoded<NW>, E: Float, NW: Size, NO: Size>(
                         if i < out.len() {
                             let row = W::row(weight, i / k as usize);
                             let code = code_of(vector.extract(0usize), e);
-                            let value = W::scaled(W::weigh(code, block), row, k);
+                            let value = W::scale_by_row(W::scale_by_block(code, block), row, k);
                             out[i] = Vector::new(E::cast_from(rounded(value, plan)));
                         }
                     }

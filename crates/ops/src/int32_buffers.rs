@@ -16,18 +16,18 @@ pub(crate) fn upload(bytes: &[u8], device: &Device) -> Tensor<1, Int> {
 }
 
 /// Reads the words of a tensor.
-pub(crate) fn words_of(tensor: Tensor<1, Int>) -> Result<Vec<i32>, OpError> {
+pub(crate) fn int32_values(tensor: Tensor<1, Int>) -> Result<Vec<i32>, OpError> {
     let data = tensor.into_data();
     data.try_to_vec::<i32>().map_err(|e| OpError::Device(format!("{e:?}")))
 }
 
 /// Reads the bytes of a parameter's words.
 pub(crate) fn download(param: &Param<Tensor<1, Int>>) -> Result<Vec<u8>, OpError> {
-    Ok(words_of(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
+    Ok(int32_values(param.val())?.into_iter().flat_map(i32::to_le_bytes).collect())
 }
 
 /// Wraps a buffer of `words` words as a tensor on the device of `like`.
-pub(crate) fn words_at(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
+pub(crate) fn int32_tensor(handle: Handle, words: u64, like: &CubeTensor) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
     let shape = Shape::new([words as usize]);
     CubeTensor::new_contiguous(client, device, shape, handle, burn::tensor::DType::I32)

@@ -1,10 +1,10 @@
-//! 4-bit weights for [`coded`](crate::coded): `book[code] · absmax` in f32, rounded once, as in a dense
+//! 4-bit weights for [`dequant`](crate::dequant): `codebook[code] · absmax` in f32, rounded once, as in a dense
 //! weight. The 32 codes of a vector share one absmax.
 //!
 //! Decoding takes one codebook read and about 10 instructions a code.
 //!
 //! Ladder in us at m = 4 / 16 / 64 / 128 (14336 x 4096 in rows, bf16, H200 through Vulkan; a dense weight
-//! with its matmul takes 106 at m = 16, `Lanes` 113 at m = 8):
+//! with its matmul takes 106 at m = 16, `Gemv` 113 at m = 8):
 //!
 //! | version                                                                  |  4 | 16 | 64 | 128 |
 //! |--------------------------------------------------------------------------|----|----|----|-----|
@@ -15,16 +15,16 @@
 
 use cubecl::prelude::*;
 
-use crate::coded::Coded;
-use crate::cooperative::Word;
-use crate::nf4::{Codes, code_shift};
+use crate::cooperative::U32x4;
+use crate::dequant::Dequantize;
+use crate::nf4::{QuantizedValues, code_shift};
 use crate::round::pack_bf16;
 
 #[cube]
-impl<NW: Size> Coded for Codes<NW> {
-    fn fill(this: &Self, book: &mut [f32], unit: u32) {
+impl<NW: Size> Dequantize for QuantizedValues<NW> {
+    fn fill(this: &Self, codebook: &mut [f32], unit: u32) {
         if unit < 16 {
-            book[unit as usize] = this.book[unit as usize];
+            codebook[unit as usize] = this.codebook[unit as usize];
         }
     }
 
@@ -47,23 +47,23 @@ impl<NW: Size> Coded for Codes<NW> {
     }
 
     fn decode<F: Float>(
-        into: &mut [Word],
+        into: &mut [U32x4],
         to: u32,
         words: &Array<u32>,
         shared: &Array<f32>,
-        book: &[f32],
+        codebook: &[f32],
         #[comptime] i: usize,
         #[comptime] bf16: bool,
     ) {
         #[unroll]
         for w in 0..4usize {
             let eight = words[comptime!(4 * i + w)];
-            let mut word = Word::new(0u32);
+            let mut word = U32x4::new(0u32);
             #[unroll]
             for part in 0..4usize {
                 let (first, second) = comptime!((2 * part as u32, 2 * part as u32 + 1));
-                let low = book[((eight >> comptime!(code_shift(first))) & 15) as usize];
-                let high = book[((eight >> comptime!(code_shift(second))) & 15) as usize];
+                let low = codebook[((eight >> comptime!(code_shift(first))) & 15) as usize];
+                let high = codebook[((eight >> comptime!(code_shift(second))) & 15) as usize];
                 let (low, high) = (low * shared[i], high * shared[i]);
                 if comptime!(bf16) {
                     word.insert(part, pack_bf16(low, high));

@@ -36,7 +36,7 @@ use crate::fits::{lacks, limits, shape};
 
 /// Tile sizes and splits of the path without tensor cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct LanesConfig {
+pub struct GemvConfig {
     /// Units per cube.
     pub units: u32,
     /// Positions that a group of neighbouring units loads at once.
@@ -50,11 +50,11 @@ const ROWS: u32 = 4;
 
 /// Comptime parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct LanesPlan {
+pub(crate) struct GemvPlan {
     units: u32,
     keys: u32,
     /// True if there are splits to merge.
-    cut: bool,
+    has_splits: bool,
     /// Units that share a position, and vectors per unit of a row.
     lanes: u32,
     own: u32,
@@ -65,8 +65,8 @@ pub(crate) struct LanesPlan {
     cache: CachePlan,
 }
 
-impl LanesPlan {
-    pub(super) fn new(arch: &ArchProfile, c: LanesConfig, p: &DecodeProblem) -> Self {
+impl GemvPlan {
+    pub(super) fn new(arch: &ArchProfile, c: GemvConfig, p: &DecodeProblem) -> Self {
         let vectors = p.head_dim / width(arch, p) as u32;
         // The largest power of two that divides `vectors`, at most a plane.
         let lanes = (1 << vectors.trailing_zeros()).min(arch.plane_size.0.max(1));
@@ -74,7 +74,7 @@ impl LanesPlan {
         Self {
             units: c.units,
             keys: c.keys,
-            cut: c.splits > 1,
+            has_splits: c.splits > 1,
             lanes,
             own: vectors / lanes,
             rows,
@@ -111,14 +111,14 @@ pub(super) const GEOMETRIES: [[u32; 2]; 4] = [[128, 4], [256, 4], [256, 2], [128
 
 /// Positions that a cube processes at once.
 pub(super) fn reach(arch: &ArchProfile, p: &DecodeProblem, units: u32, keys: u32) -> u32 {
-    let plan = LanesPlan::new(arch, LanesConfig { units, keys, splits: 1 }, p);
+    let plan = GemvPlan::new(arch, GemvConfig { units, keys, splits: 1 }, p);
     plan.groups().max(1) * keys
 }
 
 pub(super) fn check(
     arch: &ArchProfile,
     p: &DecodeProblem,
-    c: &LanesConfig,
+    c: &GemvConfig,
 ) -> Result<(), Infeasible> {
     // The path needs a fixed plane size and shuffles.
     let fixed = arch.plane_size.0 == arch.plane_size.1;
@@ -133,8 +133,8 @@ pub(super) fn check(
     if !c.units.is_multiple_of(arch.plane_size.0) {
         return Err(shape("units", c.units, "expected a multiple of the plane size"));
     }
-    if !(1..=MOST_SPLITS).contains(&c.splits) {
-        return Err(shape("splits", c.splits, &format!("expected 1 to {MOST_SPLITS}")));
+    if !(1..=MAX_SPLITS).contains(&c.splits) {
+        return Err(shape("splits", c.splits, &format!("expected 1 to {MAX_SPLITS}")));
     }
     let width = width(arch, p) as u32;
     if !width.is_multiple_of(4) {
@@ -144,7 +144,7 @@ pub(super) fn check(
     if p.batch > 65_535 || p.kv_heads > 65_535 {
         return Err(shape("batch", p.batch, "expected at most 65535"));
     }
-    let plan = LanesPlan::new(arch, *c, p);
+    let plan = GemvPlan::new(arch, *c, p);
     if plan.registers(width) > 192 {
         return Err(shape(
             "keys",
@@ -155,11 +155,11 @@ pub(super) fn check(
     limits(arch, c.units, plan.shared_bytes())
 }
 
-pub(super) const MOST_SPLITS: u32 = 64;
+pub(super) const MAX_SPLITS: u32 = 64;
 
 /// Bytes of scratch: the counters of the tensor-core path, which may share it, then per query and
 /// split one vector with m and l, then its accumulators.
-pub(super) fn scratch_bytes(p: &DecodeProblem, c: &LanesConfig) -> u64 {
+pub(super) fn scratch_bytes(p: &DecodeProblem, c: &GemvConfig) -> u64 {
     match c.splits {
         1 => 0,
         splits => {
@@ -174,7 +174,7 @@ const FIRST: usize = COUNTERS as usize / 4;
 
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "operands, results and comptime facts")]
-pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
+pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
     q: &[Vector<F, NI>],
     k: &[Vector<C, NI>],
     v: &[Vector<C, NI>],
@@ -184,7 +184,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
     cache: &Cache,
     scores: &Scores,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let width = NI::value();
     let (rows, keys, own) = comptime!((plan.rows as usize, plan.keys as usize, plan.own as usize));
@@ -199,7 +199,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
     let mut query = Array::<Vector<f32, NI>>::new(comptime!(rows * own)); // [rows, own]
     let mut acc = Array::<Vector<f32, NI>>::new(comptime!(rows * own));
     let mut position = Array::<i32>::new(rows);
-    let mut most = Array::<f32>::new(rows);
+    let mut row_max = Array::<f32>::new(rows);
     let mut sum = Array::<f32>::new(rows);
     #[unroll]
     for r in 0..rows {
@@ -212,7 +212,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
             acc[comptime!(r * own + x)] = Vector::new(0.0f32);
         }
         position[r] = (length + i) as i32 - comptime!(plan.seq_q as i32);
-        most[r] = scores.hidden;
+        row_max[r] = scores.hidden;
         sum[r] = 0.0f32.runtime();
     }
 
@@ -248,7 +248,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
         #[unroll]
         for r in 0..rows {
             let mut s = Array::<f32>::new(keys);
-            let mut grown = most[r];
+            let mut grown = row_max[r];
             #[unroll]
             for j in 0..keys {
                 let mut products = Vector::<f32, NI>::new(0.0f32);
@@ -275,8 +275,8 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
             }
             // -inf - -inf is NaN: leave a query without keys so far as it is.
             let shift = select(grown == scores.hidden, 0.0, grown);
-            let factor = ((most[r] - shift) * log2).exp();
-            most[r] = grown;
+            let factor = ((row_max[r] - shift) * log2).exp();
+            row_max[r] = grown;
             sum[r] *= factor;
             #[unroll]
             for x in 0..own {
@@ -306,7 +306,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
     for r in 0..rows {
         let line = (group * comptime!(plan.rows) + comptime!(r as u32)) as usize;
         if lane == 0 {
-            tops[line] = most[r];
+            tops[line] = row_max[r];
             parts[line] = sum[r];
         }
         #[unroll]
@@ -346,7 +346,7 @@ pub(crate) fn lanes<F: Float, C: Numeric, NI: Size, NO: Size>(
         }
         let (i, head) = query_of(dims, chunk, row, kv_head, plan);
         let id = (batch * dims.heads + head) * dims.seq_q + i;
-        if comptime!(plan.cut) {
+        if comptime!(plan.has_splits) {
             let place = id as usize * dims.splits as usize + part as usize;
             let all = (dims.batch * dims.heads * dims.seq_q) as usize * dims.splits as usize;
             let to = FIRST + all + place * comptime!(fours as usize) + four as usize;
@@ -373,7 +373,7 @@ fn query_of(
     chunk: u32,
     row: u32,
     kv_head: u32,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> (u32, u32) {
     let seq_q = comptime!(plan.seq_q);
     let row = min(chunk * comptime!(plan.rows) + row, dims.group * seq_q - 1);
@@ -388,7 +388,7 @@ fn store<F: Float, NO: Size>(
     out: &mut [Vector<F, NO>],
     lse: &mut [f32],
     sum: Vector<f32, Const<4>>,
-    most: f32,
+    row_max: f32,
     l: f32,
     to: usize,
     id: u32,
@@ -404,7 +404,7 @@ fn store<F: Float, NO: Size>(
     if comptime!(scores.rules.lse) {
         // One of the units that share the row.
         if four == 0 {
-            let log = most * std::f32::consts::LN_2 + l.ln();
+            let log = row_max * std::f32::consts::LN_2 + l.ln();
             lse[id as usize] = select(l == 0.0, scores.hidden, log);
         }
     }

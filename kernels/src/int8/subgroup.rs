@@ -1,4 +1,4 @@
-//! Int8 for [`coded`](crate::coded): codes become halves, which hold them exactly. The absmax of a row scales
+//! Int8 for [`dequant`](crate::dequant): codes become halves, which hold them exactly. The absmax of a row scales
 //! the sum.
 //!
 //! Cost: 3 instructions a code in bf16, which is the upper half of the code in f32.
@@ -6,11 +6,11 @@
 //! Time in us for 14336 x 4096 in bf16 (H200 through Vulkan), next to the previous path for these rows,
 //! `Dense` or `Gemv`:
 //!
-//! | m  | `Plane` | before       |
-//! |----|---------|--------------|
-//! | 8  | 46.2    | 55.1 `Gemv`  |
-//! | 16 | 46.5    | 98.1 `Dense` |
-//! | 64 | 65.7    | 178 `Dense`  |
+//! | m  | `Subgroup` | before       |
+//! |----|------------|--------------|
+//! | 8  | 46.2       | 55.1 `Gemv`  |
+//! | 16 | 46.5       | 98.1 `Dense` |
+//! | 64 | 65.7       | 178 `Dense`  |
 
 use arch::ArchProfile;
 use cubecl::ir::ElemType;
@@ -19,33 +19,33 @@ use cubecl::server::Handle;
 use tune::Queue;
 
 use super::problem::{Int8MatmulOperands, Int8MatmulProblem};
-use super::{Codes, CodesLaunch};
-use crate::coded::{self, CodedProblem, Dims, PlaneConfig, PlanePlan};
+use super::{QuantizedValues, QuantizedValuesLaunch};
+use crate::dequant::{self, Dims, SubgroupConfig, SubgroupPlan, SubgroupProblem};
 use crate::elem::elem;
 use crate::launch::launch;
 use crate::matmul::{Finish, FinishLaunch, split_k};
 
-/// Describes the matmul to [`coded`](crate::coded).
-pub(super) fn coded(p: &Int8MatmulProblem) -> CodedProblem {
+/// Describes the matmul to [`dequant`](crate::dequant).
+pub(super) fn subgroup_problem(p: &Int8MatmulProblem) -> SubgroupProblem {
     let (weight, precision) = (p.weight, p.dense().precision);
-    CodedProblem { m: p.m, n: weight.n, k: weight.k, precision, bits: 8, glu: false }
+    SubgroupProblem { m: p.m, n: weight.n, k: weight.k, precision, bits: 8, glu: false }
 }
 
-fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &PlaneConfig) -> PlanePlan {
-    coded::plan(arch, &coded(p), c).expect("it was checked")
+fn plan(arch: &ArchProfile, p: &Int8MatmulProblem, c: &SubgroupConfig) -> SubgroupPlan {
+    dequant::plan(arch, &subgroup_problem(p), c).expect("it was checked")
 }
 
 /// Multiplies `x`, halves `[m, k]`. `partials` is the workspace for split-k.
 pub(super) fn launch(
     queue: &Queue,
     p: &Int8MatmulProblem,
-    c: &PlaneConfig,
+    c: &SubgroupConfig,
     x: Handle,
     operands: &Int8MatmulOperands,
     partials: Option<&Handle>,
 ) {
     let (dense, weight, plan) = (p.dense(), p.weight, plan(queue.profile(), p, c));
-    let (cubes, dim) = coded(p).grid(&plan, c);
+    let (cubes, dim) = subgroup_problem(p).grid(&plan, c);
     let [x_len, _, out_len] = dense.extents();
     let (epilogue, out) = (&operands.epilogue, &operands.out);
     // A kernel without partial sums binds another buffer in their place and never writes it.
@@ -69,7 +69,7 @@ pub(super) fn launch(
             4,
             1,
             BufferArg::from_raw_parts(x, x_len / 4),
-            CodesLaunch::of(&weight, &operands.weight, 4),
+            QuantizedValuesLaunch::of(&weight, &operands.weight, 4),
             BufferArg::from_raw_parts(out.clone(), out_len),
             BufferArg::from_raw_parts(sums.clone(), sums_len),
             finish,
@@ -90,7 +90,7 @@ pub(super) fn launch(
 #[expect(clippy::too_many_arguments, reason = "operands, results, sizes")]
 fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: Finish<F, F, NO>,
@@ -98,9 +98,11 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     n: u32,
     k: u32,
     part_steps: u32,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
     #[define(F)] _dtype: ElemType,
 ) {
     let dims = Dims { m, n, k, part_steps };
-    coded::planes::<Codes<NW>, F, NX, NO>(x, weight, out, partials, &finish, &dims, plan);
+    dequant::subgroup_matmul::<QuantizedValues<NW>, F, NX, NO>(
+        x, weight, out, partials, &finish, &dims, plan,
+    );
 }

@@ -12,14 +12,14 @@ use ops::{Ctx, Epilogue, OpError, linear};
 
 /// A and s·B of a projection, in the compute dtype.
 #[derive(Debug, Clone)]
-pub(super) struct Beside {
+pub(super) struct UnmergedLora {
     /// `[columns, k]`
     pub(super) a: Tensor<2>,
     /// `[n, columns]`
     pub(super) b: Tensor<2>,
 }
 
-impl Beside {
+impl UnmergedLora {
     /// Returns residual + (x·Aᵀ)·Bᵀ, `[rows, n]` for x `[rows, k]`.
     pub(super) fn of(
         &self,

@@ -3,8 +3,8 @@
 //! ```text
 //!   for each `columns` rows of x
 //!     for each vector of a row of the weight              // one unit; neighbouring units take neighbouring vectors
-//!       acc += weigh(code, block) · x                     // for `rows` rows and `columns` of x
-//!     y = epilogue(scaled(sum of the units' acc, row))    // tree reduction through shared memory
+//!       acc += scale_by_block(code, block) · x            // for `rows` rows and `columns` of x
+//!     y = epilogue(scale_by_row(sum of the units' acc, row))    // tree reduction through shared memory
 //! ```
 //!
 //! Arithmetic is f32, and the scale of a row is applied to its sum. If 4 does not divide k, a word spans two
@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::{ByteCoded, code_of};
+use super::{DequantizeBytes, code_of};
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish};
 
@@ -50,7 +50,7 @@ impl GemvConfig {
     }
 
     /// Returns the baseline config.
-    pub(crate) fn simplest(arch: &ArchProfile) -> Self {
+    pub(crate) fn baseline(arch: &ArchProfile) -> Self {
         match arch.cores() {
             Some(units) => Self { units, lanes: 1, rows: 1, columns: 1 },
             None => Self { units: 64, lanes: 8, rows: 1, columns: 1 },
@@ -85,7 +85,7 @@ impl GemvConfig {
             _ => &[[128, 32, 4], [256, 32, 4], [256, 32, 2], [256, 64, 2]][..],
         };
         let config = |&[units, lanes, rows]: &[u32; 3]| Self { units, lanes, rows, columns };
-        shapes.iter().map(config).chain([Self::simplest(arch)]).collect()
+        shapes.iter().map(config).chain([Self::baseline(arch)]).collect()
     }
 
     /// Checks the config for a weight of `n` rows.
@@ -129,7 +129,7 @@ pub(crate) struct Dims {
 }
 
 #[cube]
-pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn multiply<W: DequantizeBytes<NW>, F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &W,
     out: &mut [Vector<F, NO>],
@@ -198,7 +198,7 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
                                     right[comptime!(r as usize)].extract(comptime!(element / 4));
                                 let code = code_of(word, comptime!(element as u32 % 4));
                                 let block = *scales.index(comptime!(r as usize));
-                                values.insert(e, W::weigh(code, block));
+                                values.insert(e, W::scale_by_block(code, block));
                             }
                             #[unroll]
                             for c in 0..columns {
@@ -215,7 +215,8 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
                         for r in 0..rows {
                             let word = right[comptime!(r as usize)].extract(comptime!(element / 4));
                             let code = code_of(word, comptime!(element as u32 % 4));
-                            let code = W::weigh(code, *scales.index(comptime!(r as usize)));
+                            let code =
+                                W::scale_by_block(code, *scales.index(comptime!(r as usize)));
                             #[unroll]
                             for c in 0..columns {
                                 let i = comptime!((r * columns + c) as usize);
@@ -236,7 +237,7 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
                     let flat = row * dims.k as usize + at as usize;
                     let word =
                         W::codes(weight, flat / 4).extract(0usize) >> ((flat % 4) as u32 * 8);
-                    let code = W::weigh(code_of(word, 0u32), W::block(weight, flat / 4));
+                    let code = W::scale_by_block(code_of(word, 0u32), W::block(weight, flat / 4));
                     #[unroll]
                     for c in 0..columns {
                         let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
@@ -302,7 +303,7 @@ pub(crate) fn multiply<W: ByteCoded<NW>, F: Float, NX: Size, NW: Size, NO: Size>
 
 /// Stores the result of column `n` and row `m` of y.
 #[cube]
-fn store<W: ByteCoded<NW>, F: Float, NW: Size, NO: Size>(
+fn store<W: DequantizeBytes<NW>, F: Float, NW: Size, NO: Size>(
     out: &mut [Vector<F, NO>],
     weight: &W,
     finish: &Finish<F, F, NO>,
@@ -314,7 +315,8 @@ fn store<W: ByteCoded<NW>, F: Float, NW: Size, NO: Size>(
     if n < dims.n && m < dims.m {
         let columns = Columns { first: 0usize.runtime(), count: dims.n };
         let to = m as usize * dims.n as usize + n as usize;
-        let value = finish.one(W::scaled(sum, W::row(weight, n as usize), dims.k), to, n, &columns);
+        let value =
+            finish.one(W::scale_by_row(sum, W::row(weight, n as usize), dims.k), to, n, &columns);
         out[to] = Vector::new(F::cast_from(value));
     }
 }

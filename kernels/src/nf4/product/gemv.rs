@@ -36,12 +36,12 @@ use serde::{Deserialize, Serialize};
 
 use super::Dims;
 use crate::matmul::{Columns, Finish, NormWeight};
-use crate::nf4::{Codes, code_shift};
+use crate::nf4::{QuantizedValues, code_shift};
 use crate::rows::NormKind;
 
 /// Launch shape of the GEMV path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct LanesConfig {
+pub struct GemvConfig {
     /// Units of a cube.
     pub units: u32,
     /// Units that share rows.
@@ -52,14 +52,14 @@ pub struct LanesConfig {
     pub columns: u32,
 }
 
-impl LanesConfig {
+impl GemvConfig {
     /// Rows of the weight that a cube processes.
     pub(super) const fn rows_of_cube(self) -> u32 {
         self.units / self.lanes * self.rows
     }
 
     /// Returns the baseline config for one matrix or a gated pair.
-    pub(super) fn simplest(arch: &ArchProfile, glu: bool) -> Self {
+    pub(super) fn baseline(arch: &ArchProfile, glu: bool) -> Self {
         let rows = if glu { 2 } else { 1 };
         match arch.cores() {
             Some(units) => Self { units, lanes: 1, rows, columns: 1 },
@@ -70,8 +70,8 @@ impl LanesConfig {
 
 /// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct LanesPlan {
-    pub(super) config: LanesConfig,
+pub(crate) struct GemvPlan {
+    pub(super) config: GemvConfig,
     /// True if no word spans two rows.
     pub(super) whole: bool,
     /// Neighbouring words that a unit decodes at once; they share one absmax.
@@ -81,7 +81,7 @@ pub(crate) struct LanesPlan {
     pub(super) norm: Option<NormKind>,
 }
 
-impl LanesPlan {
+impl GemvPlan {
     /// Rows of the weight that form one column of y.
     pub(super) const fn matrices(self) -> u32 {
         if self.glu { 2 } else { 1 }
@@ -110,24 +110,24 @@ impl LanesPlan {
 }
 
 #[cube]
-pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
+pub(crate) fn gemv<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     if comptime!(plan.config.lanes > 1) {
-        let mut book = Shared::<[f32]>::new_slice(16usize);
+        let mut codebook = Shared::<[f32]>::new_slice(16usize);
         if UNIT_POS < 16 {
-            book[UNIT_POS as usize] = weight.book[UNIT_POS as usize];
+            codebook[UNIT_POS as usize] = weight.codebook[UNIT_POS as usize];
         }
         sync_cube();
-        multiply::<F, NX, NW, NO>(x, weight, &book, out, finish, norm, dims, plan);
+        multiply::<F, NX, NW, NO>(x, weight, &codebook, out, finish, norm, dims, plan);
     } else {
-        multiply::<F, NX, NW, NO>(x, weight, &weight.book, out, finish, norm, dims, plan);
+        multiply::<F, NX, NW, NO>(x, weight, &weight.codebook, out, finish, norm, dims, plan);
     }
 }
 
@@ -135,15 +135,15 @@ pub(crate) fn lanes<F: Float, NX: Size, NW: Size, NO: Size>(
 #[expect(clippy::too_many_arguments, reason = "operands, and what is done to them")]
 fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
     x: &[Vector<F, NX>],
-    weight: &Codes<NW>,
-    book: &[f32],
+    weight: &QuantizedValues<NW>,
+    codebook: &[f32],
     out: &mut [Vector<F, NO>],
     finish: &Finish<F, F, NO>,
     norm: &ComptimeOption<NormWeight<F, NX>>,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
-    let LanesConfig { units, lanes, rows, columns } = comptime!(plan.config);
+    let GemvConfig { units, lanes, rows, columns } = comptime!(plan.config);
     let matrices = comptime!(plan.matrices());
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
     // First column of y of the cube, columns of a group, and accumulators of a unit.
@@ -181,7 +181,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     #[comptime]
                     match norm {
                         ComptimeOption::Some(norm) => {
-                            weigh(&mut eights, &mut acc, norm, at * together + w, plan);
+                            apply_norm_weight(&mut eights, &mut acc, norm, at * together + w, plan);
                         }
                         ComptimeOption::None => {}
                     }
@@ -191,7 +191,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                         #[unroll]
                         for e in 0..8u32 {
                             let shift = comptime!(code_shift(e));
-                            let value = book[((word >> shift) & 15) as usize];
+                            let value = codebook[((word >> shift) & 15) as usize];
                             #[unroll]
                             for c in 0..columns {
                                 let i = comptime!(plan.place(r, c));
@@ -222,7 +222,7 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                     let e = (flat % 8) as u32;
                     let code = (word >> (e / 2 * 8 + (1 - e % 2) * 4)) & 15;
                     let block = (flat / comptime!(weight.plan.block_size as usize)) as u32;
-                    let value = book[code as usize] * weight.absmax_at(block, block, dims.k);
+                    let value = codebook[code as usize] * weight.absmax_at(block, block, dims.k);
                     #[unroll]
                     for c in 0..columns {
                         let line = min(col + c, dims.m - 1) as usize * dims.k as usize;
@@ -234,8 +234,8 @@ fn multiply<F: Float, NX: Size, NW: Size, NO: Size>(
                                     let square = comptime!(products + c as usize);
                                     acc[square] = fma(x, x, acc[square]);
                                 }
-                                let gains = norm.factors(at as usize);
-                                x *= gains[0];
+                                let norm_weights = norm.factors(at as usize);
+                                x *= norm_weights[0];
                             }
                             ComptimeOption::None => {}
                         }
@@ -333,12 +333,12 @@ pub(super) struct Chunk {
 /// Loads chunk `at` of a unit's rows of the weight. The first row belongs to column `first` of y.
 #[cube]
 pub(super) fn chunk_of<NW: Size>(
-    weight: &Codes<NW>,
+    weight: &QuantizedValues<NW>,
     first: u32,
     at: u32,
     width: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> Chunk {
     let (rows, together) = comptime!((plan.config.rows, plan.words));
     let chunks = dims.k / comptime!(8 * together);
@@ -367,7 +367,7 @@ pub(super) fn chunk_of<NW: Size>(
 /// Returns row `r` of a unit's rows of the weight. The first row belongs to column `first` of y. Rows past the
 /// end repeat the last one and are never stored.
 #[cube]
-fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: LanesPlan) -> u32 {
+fn row_of(first: u32, #[comptime] r: u32, width: u32, #[comptime] plan: GemvPlan) -> u32 {
     let matrices = comptime!(plan.matrices());
     min(first + comptime!(r / matrices), width - 1) + comptime!(r % matrices) * width
 }
@@ -379,7 +379,7 @@ fn load_eights<F: Float, NX: Size>(
     col: u32,
     at: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) -> Array<f32> {
     let width = NX::value();
     let columns = comptime!(plan.config.columns as usize);
@@ -402,18 +402,18 @@ fn load_eights<F: Float, NX: Size>(
 
 /// Accumulates the squares of eight elements of x, and multiplies the elements by the norm weight.
 #[cube]
-fn weigh<F: Float, NX: Size>(
+fn apply_norm_weight<F: Float, NX: Size>(
     eights: &mut Array<f32>,
     acc: &mut Array<f32>,
     norm: &NormWeight<F, NX>,
     at: u32,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let width = NX::value();
     let first = at as usize * comptime!(8 / width);
     #[unroll]
     for v in 0..comptime!(8 / width) {
-        let gains = norm.factors(first + v);
+        let norm_weights = norm.factors(first + v);
         #[unroll]
         for e in 0..width {
             #[unroll]
@@ -421,7 +421,7 @@ fn weigh<F: Float, NX: Size>(
                 let i = comptime!(c * 8 + v * width + e);
                 let square = comptime!(plan.products() as usize + c);
                 acc[square] = fma(eights[i], eights[i], acc[square]);
-                eights[i] *= gains[e];
+                eights[i] *= norm_weights[e];
             }
         }
     }
@@ -438,7 +438,7 @@ pub(super) fn store<F: Float, NO: Size>(
     n: u32,
     m: u32,
     dims: &Dims,
-    #[comptime] plan: LanesPlan,
+    #[comptime] plan: GemvPlan,
 ) {
     let width = dims.n / comptime!(plan.matrices());
     if n < width && m < dims.m {

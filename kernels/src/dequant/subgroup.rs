@@ -15,8 +15,8 @@
 //!
 //! Cost: the codes of the weight once for every `tile_m` rows of x, decoding, and matmul.
 //!
-//! The weight's [`Coded`] implementation decodes. The ladders are in `nf4/product/plane.rs` and
-//! `int8/plane.rs`.
+//! The weight's [`Dequantize`] implementation decodes. The ladders are in `nf4/product/subgroup.rs` and
+//! `int8/subgroup.rs`.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
@@ -24,15 +24,15 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::Coded;
-use crate::cooperative::{self, Corner, Tile, Word, put, read, zeros};
+use super::Dequantize;
+use crate::cooperative::{self, Corner, Tile, U32x4, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 use crate::matmul::{Columns, Finish, IN_FLIGHT, Precision, plane_inst};
 use crate::round::rounded;
 
 /// Tile sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct PlaneConfig {
+pub struct SubgroupConfig {
     /// Rows of x that a cube processes.
     pub tile_m: u32,
     /// Planes of a cube.
@@ -48,7 +48,7 @@ pub(crate) const STEP: u32 = 64;
 /// Words of a 16 x 16 result.
 const RESULT: u32 = 16 * 16 / 4;
 
-impl PlaneConfig {
+impl SubgroupConfig {
     /// Rows of the weight that a cube processes.
     pub(crate) const fn tile_n(self) -> u32 {
         self.planes * self.columns
@@ -74,11 +74,11 @@ impl PlaneConfig {
 
 /// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PlanePlan {
+pub(crate) struct SubgroupPlan {
     /// Bits of a code.
     pub(crate) bits: u32,
     /// Config with one part, so that instances of different parts differ only in `partial`.
-    pub(crate) config: PlaneConfig,
+    pub(crate) config: SubgroupConfig,
     /// Units of a plane.
     pub(crate) plane: u32,
     /// Depth of the instruction, whose result is 16 x 16.
@@ -93,7 +93,7 @@ pub(crate) struct PlanePlan {
     pub(crate) partial: bool,
 }
 
-impl PlanePlan {
+impl SubgroupPlan {
     pub(crate) const fn units(self) -> u32 {
         self.config.planes * self.plane
     }
@@ -130,30 +130,30 @@ pub(crate) struct Dims {
 }
 
 #[cube]
-pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
+pub(crate) fn subgroup_matmul<W: Dequantize, F: Float, NX: Size, NO: Size>(
     x: &[Vector<F, NX>],
     weight: &W,
     out: &mut [Vector<F, NO>],
     partials: &mut [f32],
     finish: &Finish<F, F, NO>,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
-    let PlaneConfig { tile_m, planes, columns, .. } = comptime!(plan.config);
+    let SubgroupConfig { tile_m, planes, columns, .. } = comptime!(plan.config);
     let (frags_m, frags_n) = comptime!((tile_m as usize / 16, columns as usize / 16));
     let depth = comptime!(plan.inst_k as usize);
     let tiles = comptime!(plan.config.tiles(plan.units(), plan.exact));
     let (tile_x, tile_w) = comptime!((tiles[0], tiles[1]));
     let mut shared_x =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_x.words() as usize), 128usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile_x.vectors() as usize), 128usize);
     // The tile is reused for the results, which are smaller.
     let mut shared_w =
-        Shared::<[Word]>::new_aligned_slice(comptime!(tile_w.words() as usize), 128usize);
-    let mut book = Shared::<[f32]>::new_slice(16usize);
+        Shared::<[U32x4]>::new_aligned_slice(comptime!(tile_w.vectors() as usize), 128usize);
+    let mut codebook = Shared::<[f32]>::new_slice(16usize);
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
-    W::fill(weight, &mut book, unit);
+    W::fill(weight, &mut codebook, unit);
     // Neighbouring cubes share columns of y, and so read the same codes.
     let rows = dims.m.div_ceil(tile_m);
     let (block_m, block_n) = (CUBE_POS_X % rows, CUBE_POS_X / rows);
@@ -175,7 +175,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
         element: first * STEP,
         elements: dims.k,
     };
-    let mut next_x = Array::<Word>::new(comptime!(tile_x.copies()));
+    let mut next_x = Array::<U32x4>::new(comptime!(tile_x.copies()));
     let mut codes = Array::<u32>::new(comptime!(4 * plan.copies()));
     let mut scales = Array::<f32>::new(comptime!(plan.copies()));
     read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
@@ -185,7 +185,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
     while step < end {
         sync_cube();
         put(&mut shared_x, &next_x, unit, tile_x);
-        decode::<W, F>(&mut shared_w, &codes, &scales, &book, unit, tile_w, plan);
+        decode::<W, F>(&mut shared_w, &codes, &scales, &codebook, unit, tile_w, plan);
         sync_cube();
         step += 1;
         // The read after the last tile is unused.
@@ -194,8 +194,8 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
         read::<F, NX>(x, &mut next_x, &at, unit, tile_x);
         read_codes::<W>(weight, &mut codes, &mut scales, ahead, first_col, unit, dims, plan);
         #[unroll]
-        for turn in 0..comptime!(STEP / plan.inst_k) {
-            let kk = comptime!(turn * plan.inst_k).runtime();
+        for iteration in 0..comptime!(STEP / plan.inst_k) {
+            let kk = comptime!(iteration * plan.inst_k).runtime();
             let mut a = Sequence::<Matrix<F>>::new();
             #[unroll]
             for i in 0..frags_m {
@@ -286,7 +286,7 @@ pub(crate) fn planes<W: Coded, F: Float, NX: Size, NO: Size>(
 
 /// Returns the row of the weight for line `line` of a cube's tile. Past the end it is the last row.
 #[cube]
-fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: PlanePlan) -> u32 {
+fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: SubgroupPlan) -> u32 {
     if comptime!(plan.glu) {
         let (columns, wide) = comptime!((plan.config.columns, plan.wide()));
         let (plane, within) = (line / columns, line % columns);
@@ -300,7 +300,7 @@ fn row_of(line: u32, first_col: u32, dims: &Dims, #[comptime] plan: PlanePlan) -
 /// Reads a unit's codes of step `step`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one weight, one place")]
-fn read_codes<W: Coded>(
+fn read_codes<W: Dequantize>(
     weight: &W,
     codes: &mut Array<u32>,
     scales: &mut Array<f32>,
@@ -308,7 +308,7 @@ fn read_codes<W: Coded>(
     first_col: u32,
     unit: u32,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let per_line = comptime!(plan.per_line());
     #[unroll]
@@ -322,14 +322,14 @@ fn read_codes<W: Coded>(
 
 /// Dequantises a unit's codes into the tile.
 #[cube]
-fn decode<W: Coded, F: Float>(
-    shared: &mut [Word],
+fn decode<W: Dequantize, F: Float>(
+    shared: &mut [U32x4],
     codes: &Array<u32>,
     scales: &Array<f32>,
-    book: &[f32],
+    codebook: &[f32],
     unit: u32,
     #[comptime] tile: Tile,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let per_line = comptime!(plan.per_line());
     #[unroll]
@@ -339,7 +339,7 @@ fn decode<W: Coded, F: Float>(
             // Words of 16-bit halves per vector of codes.
             let words = comptime!(16 / plan.bits);
             let to = vector / per_line * comptime!(tile.pitch()) + vector % per_line * words;
-            W::decode::<F>(shared, to, codes, scales, book, i, plan.bf16);
+            W::decode::<F>(shared, to, codes, scales, codebook, i, plan.bf16);
         }
     }
 }
@@ -355,7 +355,7 @@ fn store_one<F: Float, NO: Size>(
     row: u32,
     col: u32,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     if col < dims.n {
         let to = row as usize * dims.n as usize + col as usize;
@@ -380,7 +380,7 @@ fn store_both<F: Float, NO: Size>(
     row: u32,
     col: u32,
     dims: &Dims,
-    #[comptime] plan: PlanePlan,
+    #[comptime] plan: SubgroupPlan,
 ) {
     let half = dims.n / 2;
     if col < half {
@@ -399,20 +399,20 @@ fn store_both<F: Float, NO: Size>(
 
 /// Returns the configs for this number of rows that pass [`check`]. Split-k fills the card with cubes once,
 /// or twice.
-pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfig> {
+pub(crate) fn candidates(arch: &ArchProfile, p: &SubgroupProblem) -> Vec<SubgroupConfig> {
     let tile_m = p.m.min(64).next_multiple_of(16);
     let steps = u64::from(p.k / STEP);
     let mut found = Vec::new();
-    if !(FEWEST..=MOST).contains(&p.m) {
+    if !(MIN_ROWS..=MAX_ROWS).contains(&p.m) {
         return found;
     }
     for (planes, columns) in [(4, 16), (8, 16), (4, 32), (8, 32), (2, 32)] {
-        let one = PlaneConfig { tile_m, planes, columns, parts: 1 };
+        let one = SubgroupConfig { tile_m, planes, columns, parts: 1 };
         for wish in [IN_FLIGHT / p.blocks(&one), 2 * IN_FLIGHT / p.blocks(&one), 1] {
             // Parts are equal, with at least four steps each.
             let wish = wish.clamp(1, (steps / 4).max(1));
             let parts = steps.div_ceil(steps.div_ceil(wish).max(1)).max(1) as u32;
-            let config = PlaneConfig { parts, ..one };
+            let config = SubgroupConfig { parts, ..one };
             if !found.contains(&config) && check(arch, p, &config).is_ok() {
                 found.push(config);
             }
@@ -422,12 +422,12 @@ pub(crate) fn candidates(arch: &ArchProfile, p: &CodedProblem) -> Vec<PlaneConfi
 }
 
 /// Minimum and maximum rows of x for this path.
-const FEWEST: u32 = 3;
-const MOST: u32 = 256;
+const MIN_ROWS: u32 = 3;
+const MAX_ROWS: u32 = 256;
 
 /// Parameters of a matmul that this path depends on.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct CodedProblem {
+pub(crate) struct SubgroupProblem {
     pub(crate) m: u32,
     pub(crate) n: u32,
     pub(crate) k: u32,
@@ -437,13 +437,13 @@ pub(crate) struct CodedProblem {
     pub(crate) glu: bool,
 }
 
-impl CodedProblem {
-    fn blocks(&self, c: &PlaneConfig) -> u64 {
+impl SubgroupProblem {
+    fn blocks(&self, c: &SubgroupConfig) -> u64 {
         u64::from(self.m.div_ceil(c.tile_m)) * u64::from(self.n.div_ceil(c.tile_n()))
     }
 
     /// Cubes and units of a launch.
-    pub(crate) fn grid(&self, plan: &PlanePlan, c: &PlaneConfig) -> (CubeCount, CubeDim) {
+    pub(crate) fn grid(&self, plan: &SubgroupPlan, c: &SubgroupConfig) -> (CubeCount, CubeDim) {
         let cubes = CubeCount::Static(self.blocks(c) as u32, c.parts, 1);
         (cubes, CubeDim::new_2d(plan.plane, c.planes))
     }
@@ -451,8 +451,8 @@ impl CodedProblem {
 
 pub(crate) fn check(
     arch: &ArchProfile,
-    p: &CodedProblem,
-    c: &PlaneConfig,
+    p: &SubgroupProblem,
+    c: &SubgroupConfig,
 ) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
         return Err(lacks("subgroup cooperative matrices that load from u32 shared memory"));
@@ -489,17 +489,17 @@ pub(crate) fn check(
 
 pub(crate) fn plan(
     arch: &ArchProfile,
-    p: &CodedProblem,
-    c: &PlaneConfig,
-) -> Result<PlanePlan, Infeasible> {
+    p: &SubgroupProblem,
+    c: &SubgroupConfig,
+) -> Result<SubgroupPlan, Infeasible> {
     let inst = plane_inst(arch, p.precision)
         .ok_or_else(|| lacks(format!("16 x 16 subgroup {} matrices", p.precision.name())))?;
     if STEP % inst.k != 0 {
         return Err(lacks("cooperative matrices whose k divides 64"));
     }
-    Ok(PlanePlan {
+    Ok(SubgroupPlan {
         bits: p.bits,
-        config: PlaneConfig { parts: 1, ..*c },
+        config: SubgroupConfig { parts: 1, ..*c },
         plane: arch.plane_size.0,
         inst_k: inst.k,
         bf16: p.precision == Precision::Bf16,
