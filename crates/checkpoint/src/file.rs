@@ -350,7 +350,7 @@ pub fn ends(path: &Path) -> io::Result<()> {
     let mut start = Vec::new();
     File::open(path)?.take(POINTER.len() as u64).read_to_end(&mut start)?;
     if start == POINTER {
-        let why = "it is a git-lfs pointer, not the file";
+        let why = "it is a git-lfs pointer instead of the file";
         return Err(io::Error::new(io::ErrorKind::Unsupported, why));
     }
     Ok(())

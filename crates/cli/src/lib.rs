@@ -207,7 +207,7 @@ fn man(folder: &Path) -> anyhow::Result<()> {
     let written = written.and_then(|()| clap_mangen::generate_to(Cli::command(), folder));
     written.map_err(|why| {
         let folder = folder.display();
-        anyhow!("cannot write into {folder}: {why}\nhint: choose a folder that is yours to write")
+        anyhow!("cannot write into {folder}: {why}\nhint: choose a writable folder")
     })
 }
 

@@ -23,9 +23,10 @@ pub(crate) fn check(path: &Path) -> io::Result<()> {
     let mut start = Vec::new();
     fs::File::open(path)?.take(POINTER.len() as u64).read_to_end(&mut start)?;
     match start == POINTER {
-        true => {
-            Err(io::Error::new(io::ErrorKind::Unsupported, "it is a git-lfs pointer, not the file"))
-        }
+        true => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "it is a git-lfs pointer instead of the file",
+        )),
         false => Ok(()),
     }
 }

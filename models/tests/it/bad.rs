@@ -81,7 +81,7 @@ fn pointers_of_git_lfs_and_gguf_files_are_named() {
         assert_eq!(error.hint(), "\nhint: fetch the file with `git lfs pull` in its folder");
         let refused = error.to_string();
         assert!(refused.contains(file), "{refused}");
-        assert!(refused.contains("it is a git-lfs pointer, not the file"), "{refused}");
+        assert!(refused.contains("it is a git-lfs pointer instead of the file"), "{refused}");
     }
     let folder = tempfile::tempdir().expect("a folder for the test");
     let path = folder.path().join("model-q4_0.gguf");

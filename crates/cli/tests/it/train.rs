@@ -115,7 +115,8 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9480648\n";
     for name in ["pointer.txt", "pointer.jsonl"] {
         fs::write(path(name), pointer).expect("written");
-        let why = "it is a git-lfs pointer, not the file\nhint: fetch the file with `git lfs pull`";
+        let why =
+            "it is a git-lfs pointer instead of the file\nhint: fetch the file with `git lfs pull`";
         refused(&["--data", &path(name)], why);
     }
     refused(&["--data", "/dev/zero"], "it is not a file\nhint: ");

@@ -228,7 +228,7 @@ fn pointers_of_git_lfs_are_named() {
         |name: &str, text: &str| fs::write(folder.path().join(name), text).expect("written");
     let named = |error: Error| {
         assert!(matches!(error, Error::Read { .. }), "{error}");
-        let why = "it is a git-lfs pointer, not the file\nhint: fetch it with `git lfs pull`";
+        let why = "it is a git-lfs pointer instead of the file\nhint: fetch it with `git lfs pull`";
         assert!(hinted(&error).contains(why), "{error}");
     };
     write("tokenizer.json", pointer);
