@@ -285,7 +285,8 @@ fn measure(
     (record.max_err, record.tolerance) = (Some(gap), Some(tolerance));
     if gap.is_nan() || gap > tolerance {
         record.error = Some(format!(
-            "steps differ from a prompt by {gap:.1e} of the largest logit, over {tolerance:.1e}"
+            "decode steps differ from prefill by {gap:.1e} of the largest logit, expected at most \
+             {tolerance:.1e}"
         ));
         return Ok(());
     }

@@ -54,7 +54,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         ready = Some(setup::prepare(place, Wants { cuda: Cuda::Always, gl: true })?);
         Ok(Outcome::Passed)
     })?;
-    let ready = ready.context("setup left no result")?;
+    let ready = ready.context("setup returned no result")?;
     source(root, steps)?;
     let mut built = None;
     steps.step("clippy and build", |_| {
@@ -64,7 +64,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         built = Some(Programs::at(release_dir(root)?, &ready)?);
         Ok(Outcome::Passed)
     })?;
-    let programs = built.context("the build left no result")?;
+    let programs = built.context("the build returned no result")?;
     steps.step("tests", |counts| {
         cargo_test(linted(root), &[], counts)?;
         Ok(Outcome::Passed)
