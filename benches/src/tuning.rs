@@ -116,7 +116,7 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
     let mut text = format!("{key}\n  {source}{time}: {}", entry.config);
     if let (Some((ns, config)), Some(own)) = (others.first(), entry.median_ns) {
         let margin = 100.0 * (ns / own - 1.0);
-        // A simpler config, which is earlier in the list, wins against one that is only this much faster.
+        // A simpler config, which is earlier in the list, wins unless the other one is faster by the margin.
         let why = if *ns < own { ", within the margin" } else { "" };
         text += &format!("\n  next {} ({margin:+.1}%{why}): {config}", us(*ns));
     }

@@ -150,8 +150,8 @@ fn libraries_of(program: &Path) -> Result<Vec<PathBuf>> {
     Ok(not_of_glibc(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Extracts paths from lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. Leaves out the parts of glibc, which only
-/// fit each other.
+/// Extracts paths from lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. Omits the parts of glibc, which work
+/// only with each other.
 fn not_of_glibc(ldd: &str) -> Vec<PathBuf> {
     const GLIBC: [&str; 7] = [
         "libc.so.",
@@ -189,7 +189,7 @@ mod tests {
     fn fake_programs() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for name in PACKED {
-            // `strip` accepts binaries only, so a script would not do.
+            // `strip` accepts binaries only, so a script does not work here.
             fs::copy(place::tool("true").unwrap(), dir.path().join(name)).unwrap();
         }
         dir

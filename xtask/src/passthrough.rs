@@ -1,4 +1,4 @@
-//! Commands that set up, build, and pass their arguments on to a program.
+//! Commands that set up, build, and forward their arguments to a program.
 
 use std::env;
 use std::ffi::OsString;
@@ -84,7 +84,7 @@ pub(crate) fn targets(args: &[String]) -> Result<()> {
     programs.pass_through("flashover-bench", &all)
 }
 
-/// Sets up exactly what `test` needs.
+/// Sets up only the requirements of `test`.
 pub(crate) fn setup() -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;

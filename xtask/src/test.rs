@@ -114,7 +114,7 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Verifies kernels on their edge cases, and small models, on one back end, if it has a device. On a CPU it verifies
+/// Verifies kernels on their edge cases, and small models, on one backend, if it has a device. On a CPU it verifies
 /// only models, because the tests of `kernels` have checked the kernels.
 fn verified(
     place: &Place,

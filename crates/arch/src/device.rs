@@ -18,7 +18,7 @@ pub struct Device {
     client: Client,
     profile: ArchProfile,
     raw: cubecl::Device,
-    /// Index of the device among those of its back end.
+    /// Index of the device among those of its backend.
     ordinal: usize,
 }
 
@@ -28,7 +28,7 @@ pub enum OpenError {
     /// The machine has no such device, or lacks a driver or library that it needs.
     #[error("no {backend} device: {why}\nhint: {how}")]
     Unavailable { backend: Backend, why: String, how: String },
-    /// The back end has fewer devices.
+    /// The backend has fewer devices.
     #[error(
         "no {backend} device {ordinal}: this machine has {count}\nhint: pass a device number from \
          0; `flashover doctor` lists the first device of each backend"
@@ -95,7 +95,7 @@ impl Device {
             Backend::Cpu => 1,
             Backend::Vulkan | Backend::WebGpu => adapters.len(),
         };
-        // A driver without a card is told apart below, by the back end's own error.
+        // A driver without a card is told apart below, by the backend's own error.
         if ordinal >= count.max(1) {
             return Err(OpenError::Ordinal { backend, ordinal, count });
         }
@@ -145,7 +145,7 @@ impl Device {
         };
         let ordinal = match &raw {
             cubecl::Device::Cuda(device) => device.index,
-            // Those of other back ends that Burn opens are the first.
+            // Those of other backends that Burn opens are the first.
             _ => 0,
         };
         let profile = profile_of(&client, backend, ordinal);
@@ -184,12 +184,12 @@ impl Device {
         self.profile.backend
     }
 
-    /// Index of this device among those of its back end.
+    /// Index of this device among those of its backend.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// UUID of a CUDA device, as [`Reading::id`](crate::monitor::Reading) has it; none on other back ends.
+    /// UUID of a CUDA device, as [`Reading::id`](crate::monitor::Reading) has it; none on other backends.
     pub fn uuid(&self) -> Option<String> {
         (self.backend() == Backend::Cuda).then(|| facts::cuda_uuid(self.ordinal))?
     }

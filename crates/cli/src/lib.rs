@@ -1,4 +1,4 @@
-//! The `flashover` command as a library. `flashover-bench` contains it, so that a bundle has the back ends only once.
+//! The `flashover` command as a library. `flashover-bench` contains it, so that a bundle has the backends only once.
 
 mod bench_command;
 mod compare_command;
@@ -107,7 +107,7 @@ enum Command {
     ///
     /// Example: flashover bench --shape llama-3-8b --quant nf4 -p 512 -n 128 --batch 1,16
     Bench(bench_command::Args),
-    /// Compare one model across back ends and precisions: tokens, logits, perplexity, speed
+    /// Compare one model across backends and precisions: tokens, logits, perplexity, speed
     ///
     /// Example: flashover compare --model models/demo --backend cuda,vulkan,cpu --quant none,nf4
     #[command(args_override_self = true)]
@@ -156,7 +156,7 @@ fn commit() -> String {
 }
 
 /// Parses the command line of this process and runs it. Returns exit code 0 for success, 2 for an error with a hint, 1
-/// if `compare` found a back end that fails, and 128 plus the signal's number if a signal ended the work.
+/// if `compare` found a backend that fails, and 128 plus the signal's number if a signal ended the work.
 pub fn main() -> ExitCode {
     // Only our own warnings concern the user; those of the runtimes do not.
     env_logger::Builder::new()

@@ -152,7 +152,7 @@ impl<B: Backend> Parts<B> {
         Self { bias: Optional::of(bias), gate: absent(), residual: absent(), norm: absent() }
     }
 
-    /// Returns the same operands on another back end.
+    /// Returns the same operands on another backend.
     pub(crate) fn map<C: Backend>(self, of: impl Fn(FloatTensor<B>) -> FloatTensor<C>) -> Parts<C> {
         let Self { bias, gate, residual, norm } = self;
         let [bias, gate, residual, norm] = [bias, gate, residual, norm].map(|part| part.map(&of));
@@ -198,7 +198,7 @@ impl<B: Backend> Optional<B> {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    /// Returns the same operand on another back end.
+    /// Returns the same operand on another backend.
     pub(crate) fn map<C: Backend>(
         self,
         of: impl Fn(FloatTensor<B>) -> FloatTensor<C>,

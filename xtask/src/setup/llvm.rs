@@ -1,4 +1,4 @@
-//! The LLVM that CubeCL's CUDA and CPU back ends link.
+//! The LLVM that CubeCL's CUDA and CPU backends link.
 //!
 //! Their build dependency `tracel-llvm-bundler` downloads a prebuilt LLVM into a folder of the user. If the download is
 //! unreachable, xtask fills the folder with a stand-in for `llvm-config`. This script forwards to the distribution's
@@ -47,7 +47,7 @@ pub(super) fn prepare() -> Result<()> {
     Ok(())
 }
 
-/// True if this `llvm-config` prints its version. A symlink may dangle, or a stand-in forward to nothing.
+/// True if this `llvm-config` prints its version. A symlink or a stand-in may point to a missing file.
 fn runs(config: &Path) -> bool {
     let asked = Command::new(config).arg("--version").output();
     asked.is_ok_and(|out| out.status.success() && !out.stdout.trim_ascii().is_empty())
@@ -133,7 +133,7 @@ fn write_folder(folder: &Path, real: &Path) -> Result<()> {
     write().map_err(|why| cannot_write(folder, &why))
 }
 
-/// The stand-in for `llvm-config`. It keeps only the targets that the back ends use.
+/// The stand-in for `llvm-config`. It keeps only the targets that the backends use.
 fn script(real: &Path) -> String {
     let host = if cfg!(target_arch = "aarch64") { "AArch64" } else { "X86" };
     include_str!("llvm-config.sh")

@@ -1,4 +1,4 @@
-//! `cargo xtask tidy`: checks the rules of the project that no compiler checks.
+//! `cargo xtask tidy`: checks the project rules that the compiler cannot check.
 
 mod rules;
 
@@ -21,7 +21,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// Checks every file that is tracked or would be with the next commit. Returns their number.
+/// Checks every file that is tracked or not ignored. Returns the number of files.
 pub(crate) fn check_tree(root: &Path) -> Result<usize> {
     let files = tracked(root)?;
     let mut findings = rules::top_level(&files);

@@ -93,11 +93,11 @@ pub(super) fn dependencies(packages: &BTreeMap<String, Vec<String>>) -> Vec<Stri
     findings
 }
 
-/// Words that open no doc comment, which begins with a verb or the noun that it defines.
+/// Words that must not open a doc comment; it begins with a verb or the noun that it defines.
 const OPENERS: [&str; 9] =
     ["What", "Of", "Whether", "Where", "Who", "How", "That", "Those", "As in"];
 
-/// Words of this project alone, with the field's term.
+/// Words of this project only, with the term of the field.
 const PRIVATE_WORDS: [(&str, &str); 8] = [
     (concat!("half ", "sums"), "f16 accumulators"),
     (concat!("turned ", "heads"), "RoPE outputs"),

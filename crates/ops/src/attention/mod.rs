@@ -365,7 +365,7 @@ impl<B: Backend> Masking<B> {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    /// Returns the same mask on another back end.
+    /// Returns the same mask on another backend.
     fn map<C: Backend>(self, of: impl Fn(BoolTensor<B>) -> BoolTensor<C>) -> Masking<C> {
         Masking::of(self.into_option().map(of))
     }

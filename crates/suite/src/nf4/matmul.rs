@@ -320,7 +320,7 @@ impl KernelSuite for Nf4Matmul {
                         problems.push(normed(gated(m, 28672, 4096, bf16)));
                     }
                 }
-                // Order for back ends without matrix instructions.
+                // Order for backends without matrix instructions.
                 let rows = |m, n, k| product(m, n, k, Order::Rows, bf16);
                 problems.push(rows(1, 14336, 4096));
                 if more {
