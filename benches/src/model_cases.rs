@@ -310,7 +310,7 @@ fn measure(
         }
     };
     let samples: Vec<f64> = samples.iter().map(|ns| ns / parts).collect();
-    let Some(Summary { median, p10, p90, p95, samples }) = Summary::of(&samples) else {
+    let Some(Summary { median, p10, p90, p95, samples }) = Summary::from_samples(&samples) else {
         record.error = Some("the clock returned no finite time".to_owned());
         return Ok(());
     };

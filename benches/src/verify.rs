@@ -21,7 +21,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    fn of(self, jobs: Vec<Job>) -> Vec<Job> {
+    fn select(self, jobs: Vec<Job>) -> Vec<Job> {
         let (large, small): (Vec<_>, Vec<_>) =
             jobs.into_iter().partition(|job| job.params.contains_key("extent"));
         let mine = small.into_iter().skip(self.from).step_by(self.of);
@@ -75,7 +75,7 @@ pub(crate) fn verify(
         }
     }
     if let Some(part) = part {
-        jobs = part.of(jobs);
+        jobs = part.select(jobs);
     }
     emit(&Line::Plan { cases: jobs.len() })?;
     let programs: Vec<_> = jobs.iter().filter_map(|job| job.programs.as_ref()).collect();
@@ -144,7 +144,7 @@ mod tests {
         let names = |jobs: Vec<Job>| jobs.iter().map(Job::name).collect::<Vec<_>>();
         let mut shared = Vec::new();
         for from in 0..3 {
-            let mine = names(Part { from, of: 3 }.of(all()));
+            let mine = names(Part { from, of: 3 }.select(all()));
             assert_eq!(mine.iter().any(|name| name.contains("extent=")), from == 0);
             shared.extend(mine);
         }

@@ -83,7 +83,7 @@ pub fn time_copy(device: &Device) -> Result<(u64, Timing), TimingError> {
     Ok((2 * bytes as u64, timing))
 }
 
-/// Times matrix multiplication on registers. Returns the operations and the timing; None if [`Multiply::of`]
+/// Times matrix multiplication on registers. Returns the operations and the timing; None if [`Multiply::from_arch`]
 /// is None.
 ///
 /// # Errors
@@ -92,7 +92,7 @@ pub fn time_multiply(
     device: &Device,
     precision: Precision,
 ) -> Result<Option<(u64, Timing)>, TimingError> {
-    let Some(multiply) = Multiply::of(device.profile(), precision) else { return Ok(None) };
+    let Some(multiply) = Multiply::from_arch(device.profile(), precision) else { return Ok(None) };
     let out = device.client().empty(multiply.out_len() * 4);
     let effort = Effort::report(device.backend());
     let timing = timing::measure(device, effort, |_| multiply.launch(device, &out))?;
@@ -123,7 +123,7 @@ const CPU_CHAINS: usize = 12;
 impl Multiply {
     /// Returns the loop for `precision` on `arch`. Returns None if the backend exposes only cooperative
     /// matrices, which have no registers to multiply in.
-    pub fn of(arch: &ArchProfile, precision: Precision) -> Option<Self> {
+    pub fn from_arch(arch: &ArchProfile, precision: Precision) -> Option<Self> {
         let processors = arch.processors.unwrap_or(64);
         let cpu = arch.cores().is_some();
         let scalar = |vector| Self {

@@ -173,7 +173,7 @@ impl Kernel for Norm {
 
     fn check(arch: &ArchProfile, p: &NormProblem, c: &NormConfig) -> Result<(), Infeasible> {
         stores(arch, [p.dtype])?;
-        RowPlan::of(arch, c.units, c.lanes).check(arch)
+        RowPlan::new(arch, c.units, c.lanes).check(arch)
     }
 
     fn cost(p: &NormProblem) -> Cost {
@@ -272,7 +272,7 @@ fn plan(arch: &ArchProfile, p: &NormProblem, c: &NormConfig) -> NormPlan {
     let share = (p.width / p.vector(arch)).div_ceil(c.lanes);
     let held = if share <= HELD && arch.cores().is_none() { share } else { 0 };
     NormPlan {
-        rows: RowPlan::of(arch, c.units, c.lanes),
+        rows: RowPlan::new(arch, c.units, c.lanes),
         kind: p.kind,
         bias: p.bias,
         residual: p.residual,

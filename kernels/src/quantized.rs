@@ -45,7 +45,7 @@ enum Kind {
 
 /// A matmul with a quantised weight: `y = epilogue(x · wᵀ)`, x `[m, k]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Product {
+pub struct QuantizedMatmul {
     pub m: u32,
     /// Type of x, bias and y: f32, f16 or bf16.
     pub dtype: DType,
@@ -58,7 +58,7 @@ pub struct Product {
 
 /// Device buffers of one matmul.
 #[derive(Debug, Clone)]
-pub struct ProductOperands {
+pub struct QuantizedMatmulOperands {
     pub x: Handle,
     pub weight: Vec<Handle>,
     pub out: Handle,
@@ -77,7 +77,7 @@ impl Weight {
         if !format.info().has_options && scheme != format.scheme() {
             return Err(InvalidWeight::Scheme(format));
         }
-        Ok(Self(match (Codebook::of(format), block) {
+        Ok(Self(match (Codebook::from_format(format), block) {
             (Some(codebook), Block::Elements(block_size)) => {
                 let nested = scales == Scales::Nested;
                 Kind::FourBit { weight: nf4::Weight::new(n, k, block_size, nested)?, codebook }
@@ -255,10 +255,10 @@ impl Weight {
         &self,
         launcher: &L,
         device: &Device,
-        product: &Product,
-        operands: ProductOperands,
+        product: &QuantizedMatmul,
+        operands: QuantizedMatmulOperands,
     ) -> Result<(), L::Error> {
-        let ProductOperands { x, weight: buffers, out, epilogue, norm } = operands;
+        let QuantizedMatmulOperands { x, weight: buffers, out, epilogue, norm } = operands;
         match self.0 {
             Kind::FourBit { weight, .. } => launcher.launch::<Nf4Matmul>(
                 device,
@@ -312,7 +312,11 @@ impl Weight {
     ///
     /// # Errors
     /// A size of 0; a gated matmul with a weight that has no halves.
-    pub fn takes_norm(&self, arch: &ArchProfile, product: &Product) -> Result<bool, InvalidMatmul> {
+    pub fn takes_norm(
+        &self,
+        arch: &ArchProfile,
+        product: &QuantizedMatmul,
+    ) -> Result<bool, InvalidMatmul> {
         Ok(match self.0 {
             Kind::FourBit { weight, .. } => {
                 Nf4Matmul::takes_norm(arch, &four_bit_problem(weight, product)?)
@@ -426,9 +430,9 @@ fn concatenated(
 
 fn four_bit_problem(
     weight: nf4::Weight,
-    product: &Product,
+    product: &QuantizedMatmul,
 ) -> Result<nf4::Nf4MatmulProblem, InvalidMatmul> {
-    let Product { m, dtype, epilogue, glu, norm } = *product;
+    let QuantizedMatmul { m, dtype, epilogue, glu, norm } = *product;
     let plain = nf4::Nf4MatmulProblem::new(m, weight, dtype)?;
     let problem = if glu { plain.gated_by_half()? } else { plain };
     Ok(nf4::Nf4MatmulProblem { epilogue, norm, ..problem })

@@ -55,7 +55,7 @@ pub(crate) struct RowPlan {
 }
 
 impl RowPlan {
-    pub(crate) fn of(arch: &ArchProfile, units: u32, lanes: u32) -> Self {
+    pub(crate) fn new(arch: &ArchProfile, units: u32, lanes: u32) -> Self {
         Self { units, lanes, shuffles: arch.inline_ptx() }
     }
 

@@ -9,6 +9,7 @@ pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// An error of this crate: a folder that is not a supported model, an invalid request, or a failed device.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A file that does not exist or cannot be read.
     #[error("cannot read {}: {why}", .path.display())]

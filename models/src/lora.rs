@@ -172,7 +172,7 @@ impl Adapter {
     }
 
     /// Returns the update of the matrix of a slot, if any.
-    pub(crate) fn of(&self, config: &DecoderConfig, slot: Slot) -> Option<Delta<'_>> {
+    pub(crate) fn delta(&self, config: &DecoderConfig, slot: Slot) -> Option<Delta<'_>> {
         let Slot::Layer(layer, part) = slot else { return None };
         let parts = config.parts();
         let (_, shape) = parts.iter().find(|(own, _)| *own == part)?;

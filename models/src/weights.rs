@@ -66,7 +66,7 @@ impl Weights {
             config.tie_embeddings = false;
         }
         let params = config.params();
-        let mut survey = Survey::of(&checkpoint);
+        let mut survey = Survey::new(&checkpoint);
         for param in &params {
             survey.take(param, full_name(prefix, param));
         }
@@ -181,7 +181,7 @@ struct Survey<'a> {
 }
 
 impl<'a> Survey<'a> {
-    fn of(checkpoint: &'a Checkpoint) -> Self {
+    fn new(checkpoint: &'a Checkpoint) -> Self {
         Self {
             checkpoint,
             left: checkpoint.names().collect(),

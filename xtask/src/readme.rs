@@ -1,4 +1,5 @@
-//! `cargo xtask readme`: generates the tables of benches/RESULTS.md from committed records.
+//! `cargo xtask readme`: generates the tables of benches/RESULTS.md, and the table of speed in README.md, from committed
+//! records.
 //!
 //! A block runs from `<!-- bench:ARCH_ID/NAME -->` to `<!-- /bench -->`, each on its own line. It shows
 //! `benches/baselines/ARCH_ID/NAME.jsonl`; requests to models come last, in their own table. `NAME,NAME` shows several
@@ -17,6 +18,53 @@ use crate::place::Place;
 
 /// File with the tables.
 const FILE: &str = "benches/RESULTS.md";
+/// File with the table of speed, between `<!-- speed -->` and `<!-- /speed -->`.
+const FRONT: &str = "README.md";
+const SPEED: [&str; 2] = ["<!-- speed -->\n", "<!-- /speed -->\n"];
+
+/// Rows of the table of speed: folder and file of records in benches/baselines, and case.
+const ROWS: [(&str, &str, &str); 11] = [
+    (RTX, "quick", "matmul bf16 4096x4096x4096 lhs=row rhs=col"),
+    (
+        RTX,
+        "quick",
+        "attention bf16 batch=4 causal=true head_dim=128 heads=16 kv_heads=16 seq_kv=4096 seq_q=4096",
+    ),
+    (
+        RTX,
+        "quick",
+        "attention_backward bf16 batch=4 causal=true head_dim=128 heads=16 kv_heads=16 seq_kv=4096 seq_q=4096",
+    ),
+    (
+        RTX,
+        "kernels",
+        "attention_decode bf16 batch=16 head_dim=128 heads=32 kv_heads=8 seq_kv=8192 seq_q=1",
+    ),
+    (RTX, "nf4", "nf4 bf16 1x14336x4096 block_size=64 nested=true order=tiles"),
+    (RTX, "nf4", "nf4 bf16 4096x14336x4096 block_size=64 nested=true order=tiles"),
+    (RTX, "int8", "int8 bf16 16x14336x4096"),
+    (RTX, "models", "generate bf16 depth=512 model=llama-3-8b quant=nf4 tokens=128"),
+    (VULKAN, "quick", "matmul bf16 4096x4096x4096 lhs=row rhs=row"),
+    (CPU, "quick", "matmul f32 1024x1024x1024 lhs=row rhs=row"),
+    (
+        CPU,
+        "quick",
+        "attention f32 batch=1 causal=true head_dim=64 heads=4 kv_heads=4 seq_kv=256 seq_q=256",
+    ),
+];
+const RTX: &str = "cuda-sm90-132@rtx4090";
+const VULKAN: &str = "vulkan-10de-2335-nvidia.580.159.04";
+const CPU: &str = "cpu-genuineintel.6.167-2";
+
+/// Returns the name of a device in the table of speed.
+fn device(arch_id: &str) -> &'static str {
+    match arch_id {
+        RTX => "H200 as RTX 4090",
+        VULKAN => "H200, Vulkan",
+        _ => "Intel CPU, 2 cores",
+    }
+}
+
 const OPEN: &str = "<!-- bench:";
 const CLOSE: &str = "<!-- /bench -->";
 const BY_PRECISION: &str = " by precision";
@@ -27,24 +75,44 @@ pub(crate) fn run(args: &ReadmeArgs) -> Result<()> {
     if args.check {
         return check_file(root);
     }
-    let (old, new) = both(root)?;
-    if old != new {
-        OutFile::new(&root.join(FILE))?.write(new.as_bytes())?;
-        eprintln!("{FILE}: tables regenerated");
+    for (file, (old, new)) in [(FILE, both(root)?), (FRONT, front(root)?)] {
+        if old != new {
+            OutFile::new(&root.join(file))?.write(new.as_bytes())?;
+            eprintln!("{file}: tables regenerated");
+        }
     }
     Ok(())
 }
 
 /// Fails with the differing lines if a table does not match its records.
 pub(crate) fn check_file(root: &Path) -> Result<()> {
-    let (old, new) = both(root)?;
-    if old == new {
-        return Ok(());
+    for (file, (old, new)) in [(FILE, both(root)?), (FRONT, front(root)?)] {
+        if old != new {
+            return Err(check(format!(
+                "{file} differs from the committed records:\n{}\nhint: run `cargo xtask readme`",
+                difference(&old, &new)
+            )));
+        }
     }
-    Err(check(format!(
-        "{FILE} differs from the committed records:\n{}\nhint: run `cargo xtask readme`",
-        difference(&old, &new)
-    )))
+    Ok(())
+}
+
+/// Current and regenerated contents of the README.
+fn front(root: &Path) -> Result<(String, String)> {
+    let old =
+        fs::read_to_string(root.join(FRONT)).with_context(|| format!("cannot read {FRONT}"))?;
+    let [open, close] = SPEED;
+    let parts =
+        old.split_once(open).and_then(|(head, rest)| Some((head, rest.split_once(close)?.1)));
+    let (head, tail) = parts.with_context(|| format!("{FRONT} has no table of speed"))?;
+    let mut rows = Vec::new();
+    for (arch_id, name, case) in ROWS {
+        let file = format!("{arch_id}/{name}");
+        let record = records_of(root, &file)?.into_iter().find(|record| record.case() == case);
+        rows.push((record.with_context(|| format!("{file} has no case {case}"))?, device(arch_id)));
+    }
+    let new = format!("{head}{open}{}\n{close}{tail}", report::speed(&rows));
+    Ok((old, new))
 }
 
 /// Current and regenerated contents of the file.
@@ -187,6 +255,13 @@ mod tests {
         let quick = "benches/baselines/cpu-genuineintel.6.167-2/quick.jsonl";
         fs::copy(repository().join(quick), folder.join("quick.jsonl")).unwrap();
         fs::write(&readme, with_block("")).unwrap();
+
+        fs::copy(repository().join(FRONT), dir.path().join(FRONT)).unwrap();
+        for (arch_id, name, _) in ROWS {
+            let file = format!("benches/baselines/{arch_id}/{name}.jsonl");
+            fs::create_dir_all(dir.path().join(&file).parent().unwrap()).unwrap();
+            fs::copy(repository().join(&file), dir.path().join(&file)).unwrap();
+        }
 
         let error = check_file(dir.path()).unwrap_err().to_string();
         assert!(error.contains("+ | matmul f32 512x512x512"), "{error}");

@@ -90,7 +90,7 @@ pub(crate) fn sweep(
         match outcome {
             Err(e) => find(e.to_string()),
             Ok(usage) => {
-                let occupancy = Limits::of(sm)
+                let occupancy = Limits::from_sm(sm)
                     .map_or(0, |l| occupancy(l, usage.units, usage.registers, usage.shared));
                 faults(target, of.clean, &usage, occupancy).into_iter().for_each(find);
                 let (kernel, tuned) = (of.kernel, of.tuned);

@@ -24,6 +24,7 @@ pub struct Device {
 
 /// The reason that a device could not be opened.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// The machine has no such device, or lacks a driver or library that it needs.
     #[error("no {backend} device: {why}\nhint: {how}")]
@@ -134,7 +135,7 @@ impl Device {
     /// # Errors
     /// [`OpenError::Foreign`] if the runtime has no backend here.
     #[doc(hidden)]
-    pub fn of(raw: cubecl::Device) -> Result<Self, OpenError> {
+    pub fn from_raw(raw: cubecl::Device) -> Result<Self, OpenError> {
         let client = raw.client();
         let backend = match client.name() {
             "cuda" => Backend::Cuda,

@@ -15,13 +15,13 @@ pub struct HostMemory {
 impl HostMemory {
     /// Reads the current values; `None` without Linux's `/proc`.
     pub fn now() -> Option<Self> {
-        let own = Self::of(&fs::read_to_string("/proc/meminfo").ok()?)?;
+        let own = Self::parse(&fs::read_to_string("/proc/meminfo").ok()?)?;
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         Some(own.within(Path::new("/sys/fs/cgroup"), &groups))
     }
 
     /// Parses the text of `/proc/meminfo`.
-    pub(crate) fn of(meminfo: &str) -> Option<Self> {
+    pub(crate) fn parse(meminfo: &str) -> Option<Self> {
         let bytes = |name: &str| {
             let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
             line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
@@ -68,8 +68,8 @@ mod tests {
     #[test]
     fn what_is_free_is_what_linux_says() {
         let text = "MemTotal:  4194304 kB\nMemFree: 1 kB\nMemAvailable:  1048576 kB\n";
-        assert_eq!(HostMemory::of(text), Some(HostMemory { total: 4 * GIB, free: GIB }));
-        assert_eq!(HostMemory::of("MemTotal: 1 kB\n"), None);
+        assert_eq!(HostMemory::parse(text), Some(HostMemory { total: 4 * GIB, free: GIB }));
+        assert_eq!(HostMemory::parse("MemTotal: 1 kB\n"), None);
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub struct CubeMma {
 
 impl CubeMma {
     /// Returns cube-scope matrices with the granularity of `shape`.
-    pub const fn of(shape: MmaShape, units: Option<u32>) -> Self {
+    pub const fn new(shape: MmaShape, units: Option<u32>) -> Self {
         let MmaShape { ab, acc, m, n, k } = shape;
         Self { ab, acc, m, n, k, units }
     }
@@ -251,7 +251,7 @@ mod tests {
     fn restriction_takes_no_matrix_instruction_that_one_of_both_lacks() {
         let h200 = ArchProfile::recorded("h200").expect("recorded");
         let shape = *h200.cmma.first().expect("it has plane-scope matrices");
-        let whole = CubeMma::of(shape, Some(128));
+        let whole = CubeMma::new(shape, Some(128));
         let wide = ArchProfile { cube_mma: [whole].into(), ..h200.clone() };
         let mut narrow = ArchProfile { memory_bytes: None, ..h200.clone() };
         assert!(narrow.cmma.remove(&shape));

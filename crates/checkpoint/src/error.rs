@@ -39,6 +39,7 @@ fn sizes(shape: &[usize]) -> String {
 
 /// The reason that a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     #[error("cannot read {}: {why}", .path.display())]
     Read { path: PathBuf, why: io::Error },
@@ -187,7 +188,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    pub(crate) fn of(self, tensor: impl Into<String>) -> Error {
+    pub(crate) fn in_tensor(self, tensor: impl Into<String>) -> Error {
         Error::Tensor { tensor: tensor.into(), reason: self }
     }
 }

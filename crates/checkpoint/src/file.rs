@@ -120,7 +120,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Reason::Missing`].
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, Error> {
-        let place = self.tensors.get(name).ok_or_else(|| Reason::Missing.of(name))?;
+        let place = self.tensors.get(name).ok_or_else(|| Reason::Missing.in_tensor(name))?;
         let bytes = &self.shards[place.shard].map[place.bytes.clone()];
         Ok(Tensor { dtype: place.dtype, shape: place.shape.clone(), bytes: bytes.into() })
     }

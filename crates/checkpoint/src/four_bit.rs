@@ -81,7 +81,7 @@ impl Layout {
     /// # Errors
     /// [`Error::Tensor`] for a block size, dtype or storage that the format does not support.
     pub fn plan(&self, name: &str) -> Result<Vec<Plan>, Error> {
-        let elements = self.check().map_err(|reason| reason.of(name))?;
+        let elements = self.check().map_err(|reason| reason.in_tensor(name))?;
         let below = |part: &str| format!("{name}.{part}");
         let f32s = |part: &str, len| Plan::new(below(part), DType::F32, &[len]);
         let blocks = elements.div_ceil(self.block_size);
@@ -195,7 +195,7 @@ impl Layout {
                 }
                 other => other,
             })
-            .map_err(|reason| reason.of(&plan.name))
+            .map_err(|reason| reason.in_tensor(&plan.name))
     }
 }
 
@@ -208,27 +208,29 @@ impl<'a> FourBit<'a> {
         let states: Vec<_> = states.map(below).collect();
         let state_name = match &states[..] {
             [] if file.below(name).any(|part| PARTS.contains(&part)) => {
-                return Err(Reason::Missing.of(below("quant_state.bitsandbytes__nf4")));
+                return Err(Reason::Missing.in_tensor(below("quant_state.bitsandbytes__nf4")));
             }
             [] => return Ok(None),
             [state] => state,
-            _ => return Err(Reason::States(states).of(name)),
+            _ => return Err(Reason::States(states).in_tensor(name)),
         };
         let codes = file.tensor(name)?;
-        stores(codes.dtype).map_err(|reason| reason.of(name))?;
+        stores(codes.dtype).map_err(|reason| reason.in_tensor(name))?;
         let (layout, offset) = Layout::read(state_name, &file.tensor(state_name)?, codes.dtype)
-            .map_err(|reason| reason.of(state_name))?;
+            .map_err(|reason| reason.in_tensor(state_name))?;
         let plan = layout.plan(name)?;
         let planned = |part: &str| plan.iter().any(|plan| plan.name == below(part));
         if let Some(part) = file.below(name).find(|part| !planned(part)) {
-            return Err(Reason::Unexpected("the quantization state of its weight").of(below(part)));
+            return Err(
+                Reason::Unexpected("the quantization state of its weight").in_tensor(below(part))
+            );
         }
         for plan in &plan {
             layout.compare(name, plan, &file.tensor(&plan.name)?)?;
         }
         let f32s = |part: &str| {
             let values = file.tensor(&below(part))?.f32s();
-            values.map_err(|reason| reason.of(below(part)))
+            values.map_err(|reason| reason.in_tensor(below(part)))
         };
         let absmax = match offset {
             None => Absmax::Plain(f32s("absmax")?),
@@ -283,20 +285,20 @@ impl<'a> FourBit<'a> {
     /// the order of their type and a largest magnitude of 1.
     fn check(&self, name: &str) -> Result<(), Error> {
         let check = |part: &str, values: &[f32]| {
-            finite(values).map_err(|reason| reason.of(format!("{name}.{part}")))
+            finite(values).map_err(|reason| reason.in_tensor(format!("{name}.{part}")))
         };
         check("quant_map", &self.quant_map)?;
         // Otherwise bitsandbytes, which dequantises by type, and we, who use the codebook, would differ.
         let quant_type = self.layout.quant_type;
         if self.quant_map.is_sorted() != (quant_type == WeightFormat::Nf4) {
-            return Err(Reason::QuantMap(quant_type).of(format!("{name}.quant_map")));
+            return Err(Reason::QuantMap(quant_type).in_tensor(format!("{name}.quant_map")));
         }
         let max = self.quant_map.iter().fold(0.0f32, |max, v| max.max(v.abs()));
         if max != 1.0 {
-            return Err(Reason::QuantMapEnd(max).of(format!("{name}.quant_map")));
+            return Err(Reason::QuantMapEnd(max).in_tensor(format!("{name}.quant_map")));
         }
         let scales = |part: &str, values: &[f32]| {
-            magnitudes(values).map_err(|reason| reason.of(format!("{name}.{part}")))
+            magnitudes(values).map_err(|reason| reason.in_tensor(format!("{name}.{part}")))
         };
         match &self.absmax {
             Absmax::Plain(absmax) if !self.layout.nested => scales("absmax", absmax),
@@ -306,7 +308,7 @@ impl<'a> FourBit<'a> {
                 check("nested_offset", &[nested.offset])?;
                 nested.check(name)
             }
-            _ => Err(Reason::Unexpected("its layout").of(format!("{name}.absmax"))),
+            _ => Err(Reason::Unexpected("its layout").in_tensor(format!("{name}.absmax"))),
         }
     }
 }
@@ -319,10 +321,10 @@ impl Nested<'_> {
         let have = self.quant_map.len();
         if have != NESTED_MAP {
             let reason = Reason::Shape { have: vec![have], need: vec![NESTED_MAP] };
-            return Err(reason.of(below("nested_quant_map")));
+            return Err(reason.in_tensor(below("nested_quant_map")));
         }
         if !self.quant_map.is_sorted_by(|a, b| a < b) || self.quant_map.last() != Some(&1.0) {
-            return Err(Reason::NestedQuantMap.of(below("nested_quant_map")));
+            return Err(Reason::NestedQuantMap.in_tensor(below("nested_quant_map")));
         }
         let gaps = self.quant_map.windows(2).map(|pair| pair[1] - pair[0]);
         let rounding = gaps.fold(0.0, f32::max) / 2.0;
@@ -335,10 +337,10 @@ impl Nested<'_> {
             for (at, decoded) in decoded.enumerate() {
                 let index = index * NESTED_BLOCK_SIZE + at;
                 if !decoded.is_finite() {
-                    return Err(Reason::NotFinite { index }.of(below("absmax")));
+                    return Err(Reason::NotFinite { index }.in_tensor(below("absmax")));
                 }
                 if decoded < least {
-                    return Err(Reason::Negative { index }.of(below("absmax")));
+                    return Err(Reason::Negative { index }.in_tensor(below("absmax")));
                 }
             }
         }

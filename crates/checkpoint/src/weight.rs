@@ -45,7 +45,7 @@ impl Checkpoint {
             return Ok(Weight::Int8(weight));
         }
         let dense = self.tensor(name)?;
-        float(&dense).map_err(|reason| reason.of(name))?;
+        float(&dense).map_err(|reason| reason.in_tensor(name))?;
         Ok(Weight::Dense(dense))
     }
 
@@ -58,14 +58,14 @@ impl Checkpoint {
         let weight = self.weight(&weight_name)?;
         let [n, _] = weight.shape() else {
             let have = weight.shape().to_vec();
-            return Err(Reason::Axes { have, need: 2 }.of(weight_name));
+            return Err(Reason::Axes { have, need: 2 }.in_tensor(weight_name));
         };
         let bias = if self.contains(&bias_name) {
             let bias = self.tensor(&bias_name)?;
             let plan = Plan::new(bias_name, bias.dtype, &[*n]);
             float(&bias)
                 .and_then(|()| plan.check(&bias))
-                .map_err(|reason| reason.of(&plan.name))?;
+                .map_err(|reason| reason.in_tensor(&plan.name))?;
             Some(bias)
         } else {
             None
@@ -93,7 +93,7 @@ impl<'a> Weight<'a> {
             Self::Dense(tensor) => {
                 let Tensor { dtype, shape, bytes } = tensor;
                 let tensor = Tensor::new(*dtype, shape, &**bytes);
-                float(&tensor).map_err(|reason| reason.of(name))?;
+                float(&tensor).map_err(|reason| reason.in_tensor(name))?;
                 Ok(vec![(name.into(), tensor)])
             }
             Self::FourBit(weight) => weight.tensors(name),
@@ -108,7 +108,7 @@ impl<'a> Int8<'a> {
     /// # Errors
     /// [`Reason::Name`] if the name does not end in `weight`; the names of the scales depend on it.
     pub fn plan(name: &str, shape: [usize; 2]) -> Result<Vec<Plan>, Error> {
-        let [scb, format] = beside(name).ok_or_else(|| Reason::Name.of(name))?;
+        let [scb, format] = beside(name).ok_or_else(|| Reason::Name.in_tensor(name))?;
         Ok(vec![
             Plan::new(name, DType::I8, &shape),
             Plan::new(scb, DType::F32, &shape[..1]),
@@ -123,7 +123,7 @@ impl<'a> Int8<'a> {
         }
         let codes = file.tensor(name)?;
         let [n, k] = codes.shape[..] else {
-            return Err(Reason::Axes { have: codes.shape, need: 2 }.of(name));
+            return Err(Reason::Axes { have: codes.shape, need: 2 }.in_tensor(name));
         };
         for plan in Self::plan(name, [n, k])? {
             // Old files have no format tensor; the format was rows.
@@ -131,13 +131,13 @@ impl<'a> Int8<'a> {
                 continue;
             }
             let tensor = file.tensor(&plan.name)?;
-            plan.check(&tensor).map_err(|reason| reason.of(&plan.name))?;
+            plan.check(&tensor).map_err(|reason| reason.in_tensor(&plan.name))?;
             if plan.name == format_name && tensor.bytes[0] != 0 {
-                return Err(Reason::WeightFormat(tensor.bytes[0]).of(format_name));
+                return Err(Reason::WeightFormat(tensor.bytes[0]).in_tensor(format_name));
             }
         }
-        let scb = file.tensor(&scb_name)?.f32s().map_err(|reason| reason.of(&scb_name))?;
-        magnitudes(&scb).map_err(|reason| reason.of(scb_name))?;
+        let scb = file.tensor(&scb_name)?.f32s().map_err(|reason| reason.in_tensor(&scb_name))?;
+        magnitudes(&scb).map_err(|reason| reason.in_tensor(scb_name))?;
         Ok(Some(Self { shape: [n, k], codes: codes.bytes, scb }))
     }
 
@@ -154,9 +154,9 @@ impl<'a> Int8<'a> {
             Tensor::new(DType::U8, &[], vec![0]),
         ];
         let check = |plan: &Plan, tensor: &Tensor<'_>| {
-            plan.check(tensor).map_err(|reason| reason.of(&plan.name))
+            plan.check(tensor).map_err(|reason| reason.in_tensor(&plan.name))
         };
-        magnitudes(&self.scb).map_err(|reason| reason.of(&plan[1].name))?;
+        magnitudes(&self.scb).map_err(|reason| reason.in_tensor(&plan[1].name))?;
         plan.iter().zip(&tensors).try_for_each(|(plan, tensor)| check(plan, tensor))?;
         Ok(plan.into_iter().map(|plan| plan.name).zip(tensors).collect())
     }

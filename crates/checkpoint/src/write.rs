@@ -96,14 +96,14 @@ impl Writer {
         let (mut slots, mut names, mut end) = (Vec::new(), BTreeMap::new(), 0usize);
         for plan in plan {
             if names.insert(plan.name.clone(), slots.len()).is_some() {
-                return Err(Reason::Twice.of(plan.name));
+                return Err(Reason::Twice.in_tensor(plan.name));
             }
             let start = end;
             let next = plan.bytes().and_then(|bytes| {
                 let shape = || plan.shape.clone().unwrap_or_default();
                 start.checked_add(bytes).ok_or_else(|| Reason::Overflow(shape()))
             });
-            end = next.map_err(|reason| reason.of(&plan.name))?;
+            end = next.map_err(|reason| reason.in_tensor(&plan.name))?;
             slots.push(Slot { plan, start, written: false, text: Vec::new() });
         }
         let refused = |why| Error::Write { path: path.clone(), why };
@@ -121,11 +121,12 @@ impl Writer {
     /// [`Error::Write`].
     pub fn write(&mut self, name: &str, tensor: &Tensor<'_>) -> Result<(), Error> {
         let index = self.names.get(name);
-        let index = *index.ok_or_else(|| Reason::Unexpected("the planned tensors").of(name))?;
+        let index =
+            *index.ok_or_else(|| Reason::Unexpected("the planned tensors").in_tensor(name))?;
         let slot = &mut self.slots[index];
-        slot.plan.check(tensor).map_err(|reason| reason.of(name))?;
+        slot.plan.check(tensor).map_err(|reason| reason.in_tensor(name))?;
         if slot.written {
-            return Err(Reason::Twice.of(name));
+            return Err(Reason::Twice.in_tensor(name));
         }
         if slot.plan.shape.is_none() {
             slot.text = tensor.bytes.to_vec();
@@ -151,7 +152,7 @@ impl Writer {
     /// [`Reason::Missing`] for a planned tensor that was not written; [`Error::Write`].
     pub fn finish(mut self) -> Result<(), Error> {
         if let Some(slot) = self.slots.iter().find(|slot| !slot.written) {
-            return Err(Reason::Missing.of(&slot.plan.name));
+            return Err(Reason::Missing.in_tensor(&slot.plan.name));
         }
         let refused = |why| Error::Write { path: self.path.clone(), why };
         let mut bytes = header(&self.slots, |slot| slot.text.len()).map_err(refused)?;

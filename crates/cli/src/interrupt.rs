@@ -1,4 +1,7 @@
-//! Requests to stop: Ctrl-C and other signals. A second signal ends the process at once.
+//! Requests to stop: Ctrl-C and other signals.
+//!
+//! Work looks for a signal between its steps. If a step takes longer than [`GRACE`], the process ends within it, unless
+//! the work is saved first; a second signal ends it at once in any case.
 
 use std::fmt;
 #[cfg(not(unix))]
@@ -12,12 +15,17 @@ use anyhow::Context;
 #[cfg(not(unix))]
 use anyhow::bail;
 #[cfg(unix)]
+use nix::libc;
+#[cfg(unix)]
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
 /// First signal that was received; 0 before.
 static CAME: AtomicI32 = AtomicI32::new(0);
 /// Signal of Ctrl-C.
 const SIGINT: i32 = 2;
+/// Seconds from a signal to the end of the process.
+#[cfg(unix)]
+const GRACE: u32 = 2;
 
 /// The error of work that a signal ended; the text says what remains of it.
 #[derive(Debug)]
@@ -50,7 +58,10 @@ pub(crate) fn check(what: &str) -> Result<(), Stopped> {
 /// Forgets a Ctrl-C that ended only a part of the work. Other signals stay.
 pub(crate) fn forget() {
     // The exchange fails if there was no signal or another one.
-    CAME.compare_exchange(SIGINT, 0, Ordering::Relaxed, Ordering::Relaxed).unwrap_or_default();
+    if CAME.compare_exchange(SIGINT, 0, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+        #[cfg(unix)]
+        nix::unistd::alarm::cancel();
+    }
 }
 
 /// Returns the exit code of a program that a signal ended, as shells report it.
@@ -58,18 +69,46 @@ pub(crate) fn status() -> u8 {
     u8::try_from(128 + CAME.load(Ordering::Relaxed)).unwrap_or(u8::MAX)
 }
 
-/// Collects Ctrl-C, SIGTERM and SIGHUP; not SIGHUP if `nohup` ignores it.
+/// Collects Ctrl-C, SIGTERM and SIGHUP; not SIGHUP if `nohup` ignores it. The process ends [`GRACE`] seconds after a
+/// signal at the latest.
 #[cfg(unix)]
 pub(crate) fn listen() -> anyhow::Result<Listening> {
     extern "C" fn note(signal: i32) {
         CAME.store(signal, Ordering::Relaxed);
+        // SAFETY: handlers may call it.
+        unsafe { libc::alarm(GRACE) };
+    }
+    extern "C" fn end(_: i32) {
+        // SAFETY: handlers may call it; nothing of this process is used after it.
+        unsafe { libc::_exit(128 + CAME.load(Ordering::Relaxed)) };
     }
 
+    let action = SigAction::new(SigHandler::Handler(end), SaFlags::empty(), SigSet::empty());
+    // SAFETY: `end` calls only a function that is allowed in handlers.
+    unsafe { sigaction(Signal::SIGALRM, &action) }.context("cannot listen for Ctrl-C")?;
+    collect(note)
+}
+
+/// Collects signals like [`listen`], for work that is saved before the process ends, however long its step takes.
+#[cfg(unix)]
+pub(crate) fn listen_and_save() -> anyhow::Result<Listening> {
+    extern "C" fn note(signal: i32) {
+        const TEXT: &str =
+            "\nstopping after this step, then saving; press Ctrl-C again to stop now\n";
+        CAME.store(signal, Ordering::Relaxed);
+        // SAFETY: handlers may call it.
+        unsafe { libc::write(2, TEXT.as_ptr().cast(), TEXT.len()) };
+    }
+    collect(note)
+}
+
+#[cfg(unix)]
+fn collect(note: extern "C" fn(i32)) -> anyhow::Result<Listening> {
     let flags = SaFlags::SA_RESTART | SaFlags::SA_RESETHAND;
     let action = SigAction::new(SigHandler::Handler(note), flags, SigSet::empty());
     let mut listening = Listening(Vec::new());
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        // SAFETY: `note` only stores an atomic, which is allowed in handlers.
+        // SAFETY: the handlers store an atomic and call functions that are allowed in handlers.
         let before = unsafe { sigaction(signal, &action) }.context("cannot listen for Ctrl-C")?;
         listening.0.push((signal, before));
         if signal == Signal::SIGHUP && matches!(before.handler(), SigHandler::SigIgn) {
@@ -93,6 +132,12 @@ impl Drop for Listening {
 /// True while signals are collected.
 #[cfg(not(unix))]
 static LISTENING: AtomicBool = AtomicBool::new(false);
+
+/// Collects Ctrl-C like [`listen`].
+#[cfg(not(unix))]
+pub(crate) fn listen_and_save() -> anyhow::Result<Listening> {
+    listen()
+}
 
 /// Collects Ctrl-C.
 #[cfg(not(unix))]

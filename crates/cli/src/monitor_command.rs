@@ -70,7 +70,7 @@ enum Shown {
 }
 
 impl Shown {
-    fn of(args: &Args) -> Self {
+    fn from_args(args: &Args) -> Self {
         match (args.json, args.csv, args.prometheus) {
             (true, ..) => Self::Json,
             (_, true, _) => Self::Csv(Table::default()),
@@ -99,7 +99,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     let stop = interrupts()?;
-    let mut shown = Shown::of(args);
+    let mut shown = Shown::from_args(args);
     let count = args.count.or(args.prometheus.then_some(1));
     let mut monitor = Monitor::open();
     let (clock, mut due) = (Stopwatch::start(), FIRST);

@@ -273,7 +273,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             command::count(data.diverged, "example")
         );
     }
-    let _listening = interrupt::listen()?;
+    let _listening = interrupt::listen_and_save()?;
     // From here on, other processes cannot write the folder.
     let mut adapter_folder = Adapter::begin(output)?;
     let before = loss(&mut trainer, held_out.as_ref(), batch)?;

@@ -123,7 +123,7 @@ impl TryFrom<&burn::tensor::Device> for Device {
     /// Returns [`OpenError::Foreign`] for a device that CubeCL does not run, such as `Device::flex()`.
     fn try_from(device: &burn::tensor::Device) -> Result<Self, OpenError> {
         match device.clone().inner().as_dispatch() {
-            DispatchDevice::Cube(raw) => Ok(Self(arch::Device::of(raw.clone())?)),
+            DispatchDevice::Cube(raw) => Ok(Self(arch::Device::from_raw(raw.clone())?)),
             other => Err(OpenError::Foreign { runtime: format!("{other:?}") }),
         }
     }

@@ -7,6 +7,7 @@ use crate::memory::{MemoryUsage, free_bytes};
 
 /// Failure of a device at run time.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DeviceError {
     /// The device lacks memory, although the plan fitted: other processes may hold some of it. CubeCL does not report
     /// the largest free block.
@@ -33,7 +34,7 @@ pub enum DeviceError {
 
 impl DeviceError {
     /// Returns the failure behind CubeCL's message `why`.
-    pub(crate) fn of(device: &Device, why: String) -> Self {
+    pub(crate) fn new(device: &Device, why: String) -> Self {
         match bytes_lacked(&why) {
             None => Self::Failed(why),
             Some(need) => Self::OutOfMemory {

@@ -9,6 +9,7 @@ use crate::memory::PlanError;
 
 /// Error of loading a model.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum LoadError {
     /// The folder has no supported model, or no adapter of this model.
     #[error("{0}{hint}", hint = .0.hint())]

@@ -142,6 +142,7 @@ pub struct WeightErrors {
 
 /// Error of [`quantize_model`]. The output folder is then left as it was.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum QuantizeError {
     /// The folder has no model that can be read.
     #[error("{0}{hint}", hint = .0.hint())]
@@ -275,7 +276,7 @@ pub fn quantize_model_until(
     let target = Target::new(model, output)?;
     let weights = Weights::open(model)?;
     Tokenizer::of_model(model, weights.config().vocab)?;
-    let job = Job::of(&weights, options)?;
+    let job = Job::new(&weights, options)?;
     let config = folder::config(model, job.compute_dtype(), options)?;
     let others = folder::others(model, weights.checkpoint())?;
     let staging = target.begin()?;
@@ -335,11 +336,11 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn of(weights: &'a Weights, options: &QuantizeOptions) -> Result<Self, QuantizeError> {
+    fn new(weights: &'a Weights, options: &QuantizeOptions) -> Result<Self, QuantizeError> {
         let checkpoint = weights.checkpoint();
         let mut matrices = BTreeMap::new();
         for (name, param) in weights.layer_matrices() {
-            let matrix = Matrix::of(checkpoint, &name, param.transposed, options)?;
+            let matrix = Matrix::read(checkpoint, &name, param.transposed, options)?;
             matrices.insert(name, matrix);
         }
         let mut job = Self { checkpoint, matrices, shards: Vec::new() };

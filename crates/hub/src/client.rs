@@ -70,7 +70,7 @@ impl<'a> Client<'a> {
         patience: Patience,
     ) -> Result<Self, Failure> {
         let refused = |why: &str| Failure::Unreached { why: why.to_owned(), passes: false };
-        let own = endpoint.parse().ok().and_then(|uri| Origin::of(&uri));
+        let own = endpoint.parse().ok().and_then(|uri| Origin::from_uri(&uri));
         let own =
             own.ok_or_else(|| refused("expected an address that starts with http:// or https://"))?;
         let bearer = token
@@ -135,7 +135,7 @@ impl<'a> Client<'a> {
         let mut uri: Uri =
             uri.map_err(|_| Failure::Unusable(format!("{path} is not a valid address")))?;
         for _ in 0..=REDIRECTS {
-            let origin = Origin::of(&uri);
+            let origin = Origin::from_uri(&uri);
             let is_own = origin.as_ref() == Some(&self.own);
             let answer = self.send(method, &uri, from, is_own)?;
             let status = answer.status();
@@ -151,7 +151,10 @@ impl<'a> Client<'a> {
             let location = header(&answer, LOCATION.as_str())
                 .ok_or_else(|| Failure::Unusable("its redirect has no target".to_owned()))?;
             let next = redirected(&uri, location).map_err(Failure::Unusable)?;
-            if method == Method::HEAD && Origin::of(&next) != origin && etag(&answer).is_some() {
+            if method == Method::HEAD
+                && Origin::from_uri(&next) != origin
+                && etag(&answer).is_some()
+            {
                 return Ok(answer);
             }
             uri = next;

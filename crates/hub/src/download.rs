@@ -195,12 +195,12 @@ impl Download<'_> {
             Failure::Status { status: 404, elsewhere: None, .. } => {
                 self.unusable(&format!("it lists {name}, but does not have it"))
             }
-            other => HubError::of(other, self.hub, self.model),
+            other => HubError::from_failure(other, self.hub, self.model),
         }
     }
 
     fn unusable(&self, why: &str) -> HubError {
-        HubError::of(Failure::Unusable(why.to_owned()), self.hub, self.model)
+        HubError::from_failure(Failure::Unusable(why.to_owned()), self.hub, self.model)
     }
 }
 

@@ -5,6 +5,7 @@ use crate::{Hub, ModelName};
 
 /// The reason that a model cannot be downloaded.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HubError {
     #[error(
         "{endpoint} has no model {model}\nhint: check owner, name and revision against the \
@@ -67,7 +68,7 @@ pub enum HubError {
 }
 
 impl HubError {
-    pub(crate) fn of(failure: Failure, hub: &Hub, model: &ModelName) -> Self {
+    pub(crate) fn from_failure(failure: Failure, hub: &Hub, model: &ModelName) -> Self {
         let (model, endpoint) = (model.clone(), hub.endpoint.clone());
         match failure {
             Failure::Status { status: 404, elsewhere: None, .. } => {

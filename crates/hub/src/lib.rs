@@ -137,7 +137,7 @@ impl Hub {
             });
         }
         let client = Client::new(&self.endpoint, self.token.as_ref(), self.patience)
-            .map_err(|failure| HubError::of(failure, self, model))?;
+            .map_err(|failure| HubError::from_failure(failure, self, model))?;
         let listing = self.listing(&client, model)?;
         let tally = Tally::new(&mut progress);
         let mut download = Download { hub: self, model, client, folder, listing: &listing, tally };
@@ -169,7 +169,7 @@ impl Hub {
         let (name, revision) = (model.name(), encoded(model.revision()));
         let address = format!("/api/models/{name}/revision/{revision}?blobs=true");
         let text = self.patience.retry(|| client.text(&address, LONGEST_LISTING));
-        let text = text.map_err(|failure| HubError::of(failure, self, model))?;
+        let text = text.map_err(|failure| HubError::from_failure(failure, self, model))?;
         let listing: Listing =
             serde_json::from_slice(&text).map_err(|why| self.broken(model, &why.to_string()))?;
         match is_commit(&listing.sha) {
@@ -179,7 +179,7 @@ impl Hub {
     }
 
     fn broken(&self, model: &ModelName, why: &str) -> HubError {
-        HubError::of(Failure::Unusable(why.to_owned()), self, model)
+        HubError::from_failure(Failure::Unusable(why.to_owned()), self, model)
     }
 
     fn disk(&self, why: &std::io::Error) -> HubError {

@@ -12,7 +12,7 @@ pub(crate) struct Origin {
 
 impl Origin {
     /// Returns the origin of `uri`; `None` if it is not an http or https URL.
-    pub(crate) fn of(uri: &Uri) -> Option<Self> {
+    pub(crate) fn from_uri(uri: &Uri) -> Option<Self> {
         let is_https = match uri.scheme_str()? {
             "https" => true,
             "http" => false,
@@ -55,7 +55,7 @@ pub(crate) fn redirected(base: &Uri, location: &str) -> Result<Uri, String> {
         format!("{scheme}://{authority}{folder}/{location}")
     };
     let next: Uri = text.parse().map_err(|_| bad())?;
-    let to = Origin::of(&next).ok_or_else(bad)?;
+    let to = Origin::from_uri(&next).ok_or_else(bad)?;
     let own = next.authority() == Some(authority);
     if !own && next.authority().is_some_and(|authority| authority.as_str().contains('@')) {
         return Err("it redirects to an address with a user name or password".to_owned());
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     fn origin(text: &str) -> Option<Origin> {
-        Origin::of(&text.parse().expect("an address"))
+        Origin::from_uri(&text.parse().expect("an address"))
     }
 
     #[test]

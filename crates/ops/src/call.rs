@@ -119,7 +119,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    pub(crate) fn of(ctx: &Ctx) -> Self {
+    pub(crate) fn new(ctx: &Ctx) -> Self {
         Self { ctx: ctx.clone(), failure: Arc::default() }
     }
 
@@ -149,7 +149,12 @@ pub(crate) struct Parts<B: Backend> {
 impl<B: Backend> Parts<B> {
     pub(crate) fn bias(bias: Option<FloatTensor<B>>) -> Self {
         let absent = || Optional::Absent;
-        Self { bias: Optional::of(bias), gate: absent(), residual: absent(), norm: absent() }
+        Self {
+            bias: Optional::from_tensor(bias),
+            gate: absent(),
+            residual: absent(),
+            norm: absent(),
+        }
     }
 
     /// Returns the same operands on another backend.
@@ -194,7 +199,7 @@ pub(crate) enum Optional<B: Backend> {
 }
 
 impl<B: Backend> Optional<B> {
-    pub(crate) fn of(tensor: Option<FloatTensor<B>>) -> Self {
+    pub(crate) fn from_tensor(tensor: Option<FloatTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
@@ -203,7 +208,7 @@ impl<B: Backend> Optional<B> {
         self,
         of: impl Fn(FloatTensor<B>) -> FloatTensor<C>,
     ) -> Optional<C> {
-        Optional::of(self.into_option().map(of))
+        Optional::from_tensor(self.into_option().map(of))
     }
 
     pub(crate) const fn is_present(&self) -> bool {

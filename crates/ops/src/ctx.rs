@@ -166,7 +166,7 @@ impl Ctx {
         let rehearsed = mem::take(&mut *rehearsal.lock().unwrap_or_else(PoisonError::into_inner));
         let Some(device) = &rehearsed.device else { return rehearsed };
         let kernels = |i: usize| (rehearsed.launches[i].1)(device);
-        Rehearsed { missing: Missing::of(device, rehearsed.launches.len(), kernels), ..rehearsed }
+        Rehearsed { missing: Missing::find(device, rehearsed.launches.len(), kernels), ..rehearsed }
     }
 
     /// Launches a kernel, as an operator of the trace if there is one; a rehearsal collects it instead.
@@ -208,7 +208,7 @@ impl Ctx {
             return Ok(device.clone());
         }
         let refused = |e: arch::OpenError| OpError::Device(e.to_string());
-        let mut device = Device::of(raw.clone()).map_err(refused)?;
+        let mut device = Device::from_raw(raw.clone()).map_err(refused)?;
         if let Some(name) = &inner.profile {
             device = device.restrict(name).map_err(refused)?;
         }
@@ -248,7 +248,7 @@ impl Ctx {
         problem: &K::Problem,
     ) -> Result<K::Config, OpError> {
         let mut inner = self.lock();
-        let key = Key::of::<K>(&device.profile().id, problem).to_string();
+        let key = Key::new::<K>(&device.profile().id, problem).to_string();
         let known = inner.known.get(&key).and_then(|all| all.downcast_ref::<Vec<K::Config>>());
         let known = known.map(Vec::as_slice).unwrap_or_default();
         let fits = |config: &&K::Config| K::check(device.profile(), problem, config).is_ok();

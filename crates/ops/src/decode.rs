@@ -165,13 +165,13 @@ fn step(
         }
         Table::Device(blocks) => blocks.cast(IntDType::I32),
     });
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let (out, lse) = <Dispatch as DecodeOps>::step(
         q.into_dispatch(),
-        Stored::of(k),
-        Stored::of(v),
+        Stored::from_cached(k),
+        Stored::from_cached(v),
         lengths.into_dispatch(),
-        Blocks::of(table.map(Tensor::into_dispatch)),
+        Blocks::from_tensor(table.map(Tensor::into_dispatch)),
         Asked { problem, implementation: options.implementation },
         call.clone(),
     );
@@ -307,7 +307,7 @@ pub(crate) enum Stored<B: Backend> {
 }
 
 impl Stored<Dispatch> {
-    pub(crate) fn of(cached: Cached) -> Self {
+    pub(crate) fn from_cached(cached: Cached) -> Self {
         match cached {
             Cached::Float(values) => Self::Float(values.into_dispatch()),
             Cached::Bytes { values, scales } => {
@@ -357,7 +357,7 @@ pub(crate) enum Blocks<B: Backend> {
 }
 
 impl<B: Backend> Blocks<B> {
-    pub(crate) fn of(tensor: Option<IntTensor<B>>) -> Self {
+    pub(crate) fn from_tensor(tensor: Option<IntTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
@@ -524,7 +524,7 @@ impl<B: DecodeOps, C: CheckpointStrategy> DecodeOps for Autodiff<B, C> {
             call.fail(OpError::NoGradient);
             return (Self::from_inner(q), None);
         }
-        let table = Blocks::of(table.into_option().map(Self::int_inner));
+        let table = Blocks::from_tensor(table.into_option().map(Self::int_inner));
         let lengths = Self::int_inner(lengths);
         let (out, lse) = B::step(q, inner(k), inner(v), lengths, table, asked, call);
         (Self::from_inner(out), lse.map(Self::from_inner))

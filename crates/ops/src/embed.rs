@@ -57,12 +57,12 @@ pub fn embed(
         scale,
     }
     .checked()?;
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = <Dispatch as EmbedOps>::embed(
         as_int32(tokens).into_dispatch(),
         table.into_dispatch(),
         as_int32(start).into_dispatch(),
-        Optional::of(positions.map(Tensor::into_dispatch)),
+        Optional::from_tensor(positions.map(Tensor::into_dispatch)),
         problem,
         call.clone(),
     );
@@ -142,7 +142,7 @@ impl<B: EmbedOps, C: CheckpointStrategy> EmbedOps for Autodiff<B, C> {
             return Self::from_inner(table);
         }
         let [tokens, start] = [tokens, start].map(Self::int_inner);
-        let positions = Optional::of(positions.map(Self::inner));
+        let positions = Optional::from_tensor(positions.map(Self::inner));
         Self::from_inner(B::embed(tokens, table, start, positions, problem, call))
     }
 }

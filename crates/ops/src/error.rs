@@ -15,6 +15,7 @@ use crate::Implementation;
 
 /// An error of an op: invalid operands, a missing config, or a failed device.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpError {
     /// Matmul operands with different k.
     #[error(

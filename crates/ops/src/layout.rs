@@ -14,7 +14,7 @@ pub(crate) struct Matrices {
 impl Matrices {
     /// Describes `tensor` as an operand of a result with batch axes `batch`; none if it is neither row- nor
     /// column-contiguous.
-    fn of(tensor: &CubeTensor, batch: &[usize]) -> Option<Self> {
+    fn from_tensor(tensor: &CubeTensor, batch: &[usize]) -> Option<Self> {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
         let rank = shape.num_dims();
         let [rows, cols] = [shape[rank - 2], shape[rank - 1]];
@@ -37,13 +37,14 @@ impl Matrices {
         Some(Self { operand: Operand { layout, stride: stride as u64, start: 0 }, steps })
     }
 
-    /// Describes any tensor as [`Matrices::of`] does; copies it if it has another layout.
+    /// Describes any tensor as [`Matrices::from_tensor`] does; copies it if it has another layout.
     pub(crate) fn of_any(tensor: CubeTensor, batch: &[usize]) -> (CubeTensor, Self) {
-        if let Some(matrices) = Self::of(&tensor, batch) {
+        if let Some(matrices) = Self::from_tensor(&tensor, batch) {
             return (tensor, matrices);
         }
         let tensor = into_contiguous(tensor);
-        let matrices = Self::of(&tensor, batch).expect("a contiguous tensor has contiguous rows");
+        let matrices =
+            Self::from_tensor(&tensor, batch).expect("a contiguous tensor has contiguous rows");
         (tensor, matrices)
     }
 }

@@ -124,15 +124,15 @@ fn multiplied<const D: usize, const R: usize>(
         return Ok(Tensor::<D>::zeros(shape, &lhs.device()).cast(spec.out));
     }
     let Epilogue { bias, gate, residual, norm, .. } = epilogue;
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = <Dispatch as MatmulOps>::product(
         lhs.into_dispatch(),
         rhs.into_dispatch(),
         Parts {
-            bias: Optional::of(bias.map(Tensor::into_dispatch)),
-            gate: Optional::of(gate.map(Tensor::into_dispatch)),
-            residual: Optional::of(residual.map(Tensor::into_dispatch)),
-            norm: Optional::of(norm.map(|norm| norm.weight.into_dispatch())),
+            bias: Optional::from_tensor(bias.map(Tensor::into_dispatch)),
+            gate: Optional::from_tensor(gate.map(Tensor::into_dispatch)),
+            residual: Optional::from_tensor(residual.map(Tensor::into_dispatch)),
+            norm: Optional::from_tensor(norm.map(|norm| norm.weight.into_dispatch())),
         },
         spec,
         call.clone(),
@@ -423,7 +423,7 @@ impl Laid {
 
 /// Parents of a matmul's node: lhs, rhs and bias; lhs stands in for an absent bias.
 #[derive(Debug)]
-struct Product;
+struct MatmulBackward;
 
 /// State that the gradients need.
 #[derive(Clone)]
@@ -442,7 +442,7 @@ impl std::fmt::Debug for Saved {
     }
 }
 
-impl<B: MatmulOps> Backward<B, 3> for Product {
+impl<B: MatmulOps> Backward<B, 3> for MatmulBackward {
     type State = Saved;
 
     fn backward(
@@ -462,7 +462,7 @@ impl<B: MatmulOps> Backward<B, 3> for Product {
         };
         let groups = saved.spec.groups.clone();
         let spec = Spec { activation: None, out: float_dtype(own), precision, ..saved.spec };
-        let product = |a, b, spec: &Spec| bare_product::<B>(a, b, spec.clone(), &saved.ctx);
+        let product = |a, b, spec: &Spec| bare_matmul::<B>(a, b, spec.clone(), &saved.ctx);
         let [lhs_shape, rhs_shape] = saved.shapes;
         if let (Some(node), Some(rhs)) = (to_lhs, saved.rhs) {
             let rhs = B::float_transpose(checkpointer.retrieve_node_output(rhs));
@@ -553,7 +553,7 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
         let third = bias.as_ref().unwrap_or(&lhs).node();
         let needs = [lhs.is_tracked(), rhs.is_tracked()];
         let prepared =
-            Product.prepare::<C>([lhs.node(), rhs.node(), third]).compute_bound().stateful();
+            MatmulBackward.prepare::<C>([lhs.node(), rhs.node(), third]).compute_bound().stateful();
         let bias = bias.map(|b| b.into_primitive());
         let multiply = |lhs: FloatTensor<Self>, rhs: FloatTensor<Self>, call| {
             let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
@@ -578,13 +578,13 @@ impl<B: MatmulOps, C: CheckpointStrategy> MatmulOps for Autodiff<B, C> {
 }
 
 /// Runs a matmul of a backward pass, which cannot return an error.
-fn bare_product<B: MatmulOps>(
+fn bare_matmul<B: MatmulOps>(
     lhs: FloatTensor<B>,
     rhs: FloatTensor<B>,
     spec: Spec,
     ctx: &Ctx,
 ) -> FloatTensor<B> {
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = B::product(lhs, rhs, Parts::bias(None), spec, call.clone());
     match call.failed() {
         None => out,
@@ -610,7 +610,7 @@ pub(crate) fn product_of<B: MatmulOps>(
     let precision = precision_of(dtype);
     let spec =
         Spec { precision, activation: None, out: float_dtype(dtype), norm: None, groups: None };
-    bare_product::<B>(lhs, rhs, spec, ctx)
+    bare_matmul::<B>(lhs, rhs, spec, ctx)
 }
 
 /// Prepends axes of length 1, up to `rank`.

@@ -77,12 +77,12 @@ pub fn norm(
         residual: residual.is_some(),
         ..NormProblem::new(size_of(rows)?, size_of(width)?, float, kind, eps)?
     };
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = <Dispatch as NormOps>::normalise(
         x.into_dispatch(),
         weight.into_dispatch(),
-        Optional::of(bias.map(Tensor::into_dispatch)),
-        Optional::of(residual.map(Tensor::into_dispatch)),
+        Optional::from_tensor(bias.map(Tensor::into_dispatch)),
+        Optional::from_tensor(residual.map(Tensor::into_dispatch)),
         problem,
         call.clone(),
     );
@@ -247,8 +247,9 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
         let node = |part: &Option<FloatTensor<Self>>| part.as_ref().unwrap_or(&x).node();
         let parents = [x.node(), weight.node(), node(&bias), node(&residual)];
         let (x, weight) = (x.into_primitive(), weight.into_primitive());
-        let inner =
-            |part: Option<FloatTensor<Self>>| Optional::of(part.map(|part| part.into_primitive()));
+        let inner = |part: Option<FloatTensor<Self>>| {
+            Optional::from_tensor(part.map(|part| part.into_primitive()))
+        };
         let saved = Saved { x: x.clone(), weight: weight.clone(), problem };
         let out = B::normalise(x, weight, inner(bias), inner(residual), problem, call);
         match Normalise.prepare::<C>(parents).compute_bound().stateful() {

@@ -104,16 +104,16 @@ pub fn rope(
         q: norm.q.into_dispatch(),
         k: norm.k.into_dispatch(),
     });
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let q = <Dispatch as RopeOps>::rope(
         qkv.into_dispatch(),
         Slots {
-            k: Stored::of(k),
-            v: Stored::of(v),
+            k: Stored::from_cached(k),
+            v: Stored::from_cached(v),
             start: as_int32(start).into_dispatch(),
-            pages: Blocks::of(pages.map(|pages| as_int32(pages).into_dispatch())),
+            pages: Blocks::from_tensor(pages.map(|pages| as_int32(pages).into_dispatch())),
         },
-        Optional::of(options.table.map(Tensor::into_dispatch)),
+        Optional::from_tensor(options.table.map(Tensor::into_dispatch)),
         weights,
         problem,
         call.clone(),
@@ -342,9 +342,9 @@ impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
             k: inner(slots.k),
             v: inner(slots.v),
             start: Self::int_inner(slots.start),
-            pages: Blocks::of(slots.pages.into_option().map(Self::int_inner)),
+            pages: Blocks::from_tensor(slots.pages.into_option().map(Self::int_inner)),
         };
-        let table = Optional::of(table.map(Self::inner));
+        let table = Optional::from_tensor(table.map(Self::inner));
         let weights = match weights {
             Weights::Absent => Weights::Absent,
             Weights::Present { q, k } => Weights::Present { q: Self::inner(q), k: Self::inner(k) },

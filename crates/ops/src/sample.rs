@@ -46,7 +46,7 @@ pub fn sample(
     if !matches!(have, burn::tensor::DType::I32 | burn::tensor::DType::U32) {
         return Err(OpError::DType { what: "seen", have, need: burn::tensor::DType::I32 });
     }
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let out = <Dispatch as SampleOps>::sample(
         logits.into_dispatch(),
         as_int32(choices).into_dispatch(),

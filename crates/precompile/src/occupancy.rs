@@ -11,7 +11,7 @@ pub struct Limits {
 
 impl Limits {
     /// Returns the limits of compute capability `sm`; `None` if it is not listed.
-    pub const fn of(sm: u32) -> Option<Self> {
+    pub const fn from_sm(sm: u32) -> Option<Self> {
         let (units, cubes, shared) = match sm {
             89 => (1536, 24, 100 << 10),
             90 => (2048, 32, 228 << 10),
@@ -39,7 +39,7 @@ mod tests {
 
     #[test]
     fn the_tightest_limit_counts() {
-        let ada = Limits::of(89).expect("listed");
+        let ada = Limits::from_sm(89).expect("listed");
         assert_eq!(occupancy(ada, 128, 232, 48 << 10), 2, "registers and shared memory alike");
         assert_eq!(occupancy(ada, 256, 255, 96 << 10), 1);
         assert_eq!(occupancy(ada, 1024, 32, 0), 1, "units");

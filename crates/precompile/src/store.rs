@@ -37,7 +37,7 @@ pub struct Missing(Vec<(usize, usize)>);
 
 impl Missing {
     /// Finds the missing kernels of launches `0..count` on `device`; empty on backends other than CUDA.
-    pub fn of(
+    pub fn find(
         device: &Device,
         count: usize,
         kernels: impl Fn(usize) -> Vec<Box<dyn CubeKernel>>,
@@ -101,7 +101,7 @@ pub fn compile(
     count: usize,
     kernels: impl Fn(usize) -> Vec<Box<dyn CubeKernel>> + Sync,
 ) {
-    Missing::of(device, count, &kernels).compile(device, kernels);
+    Missing::find(device, count, &kernels).compile(device, kernels);
 }
 
 /// Returns the compute capability and the kernel store of a CUDA device; `None` on other backends.

@@ -162,7 +162,8 @@ impl Record {
     /// # Errors
     /// The samples are empty, or one is not finite.
     pub fn set_times(&mut self, samples_ns: &[f64], clock: &str) -> Result<(), String> {
-        let Some(Summary { median, p10, p90, samples, .. }) = Summary::of(samples_ns) else {
+        let Some(Summary { median, p10, p90, samples, .. }) = Summary::from_samples(samples_ns)
+        else {
             return Err("the clock returned no finite time".to_owned());
         };
         (self.median_ns, self.p10_ns, self.p90_ns) = (Some(median), Some(p10), Some(p90));

@@ -12,7 +12,7 @@ pub struct Summary {
 
 impl Summary {
     /// Summarises `samples`; `None` if there are none or one is not finite.
-    pub fn of(samples: &[f64]) -> Option<Self> {
+    pub fn from_samples(samples: &[f64]) -> Option<Self> {
         if samples.is_empty() || samples.iter().any(|s| !s.is_finite()) {
             return None;
         }
@@ -41,10 +41,10 @@ mod tests {
 
     #[test]
     fn quantiles_interpolate() {
-        let s = Summary::of(&[4.0, 1.0, 3.0, 2.0]).expect("finite samples");
+        let s = Summary::from_samples(&[4.0, 1.0, 3.0, 2.0]).expect("finite samples");
         assert_eq!((s.median, s.samples), (2.5, 4));
         assert!((s.p10 - 1.3).abs() < 1e-12 && (s.p90 - 3.7).abs() < 1e-12);
-        assert_eq!(Summary::of(&[]), None);
-        assert_eq!(Summary::of(&[1.0, f64::NAN]), None);
+        assert_eq!(Summary::from_samples(&[]), None);
+        assert_eq!(Summary::from_samples(&[1.0, f64::NAN]), None);
     }
 }

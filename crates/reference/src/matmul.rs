@@ -549,7 +549,7 @@ impl Epilogue<'_> {
     /// `up`.
     fn apply<T: Number>(&self, sum: T, up: Option<T>, at: usize, col: usize) -> T {
         let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
-        let mut value = self.activation.map_or(x, |activation| activation.of(x));
+        let mut value = self.activation.map_or(x, |activation| activation.apply(x));
         if let Some(up) = up {
             value = value * up;
         }

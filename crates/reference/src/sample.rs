@@ -146,7 +146,7 @@ impl Sampler<'_> {
 mod tests {
     use super::*;
 
-    fn of(logits: &[f32]) -> Sampler<'_> {
+    fn sampler(logits: &[f32]) -> Sampler<'_> {
         Sampler {
             logits,
             seen: &[],
@@ -174,7 +174,7 @@ mod tests {
             let far = have.iter().zip(want).any(|(have, want)| (have - want).abs() > 1e-3);
             assert!(!far, "{have:?}, not {want:?}");
         };
-        let one = of(&logits);
+        let one = sampler(&logits);
         near(one, [0.1, 0.2, 0.3, 0.4]);
         // Squares, normalised to a sum of 1.
         near(Sampler { temperature: 0.5, ..one }, [0.0333, 0.1333, 0.3, 0.5333]);
@@ -185,9 +185,10 @@ mod tests {
         near(Sampler { min_p: 1.0, ..one }, [0.0, 0.0, 0.0, 1.0]);
         near(Sampler { top_k: 3, top_p: 0.7, ..one }, [0.0, 0.0, 0.4286, 0.5714]);
         // Ties stay together, as in transformers.
-        near(Sampler { top_k: 1, ..of(&[1.0, 1.0, 0.0, 0.0]) }, [0.5, 0.5, 0.0, 0.0]);
+        near(Sampler { top_k: 1, ..sampler(&[1.0, 1.0, 0.0, 0.0]) }, [0.5, 0.5, 0.0, 0.0]);
         // Half as likely, with logits on both sides of 0.
-        let punished = Sampler { seen: &[0, 3, 3], penalty: 2.0, ..of(&[1.0, 0.5, 0.5, -1.0]) };
+        let punished =
+            Sampler { seen: &[0, 3, 3], penalty: 2.0, ..sampler(&[1.0, 0.5, 0.5, -1.0]) };
         near(punished, [0.3245, 0.3245, 0.3245, 0.0266]);
     }
 
@@ -195,21 +196,21 @@ mod tests {
     fn numbers_fall_on_tokens() {
         let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
         for (uniform, token) in [(0.05, 0), (0.15, 1), (0.35, 2), (0.65, 3), (0.999_999, 3)] {
-            assert_eq!(Sampler { uniform, ..of(&logits) }.token(), token);
+            assert_eq!(Sampler { uniform, ..sampler(&logits) }.token(), token);
         }
-        let greedy = Sampler { temperature: 0.0, ..of(&[0.0, 2.0, 2.0]) };
+        let greedy = Sampler { temperature: 0.0, ..sampler(&[0.0, 2.0, 2.0]) };
         assert_eq!(greedy.token(), 1, "the first of equals");
         assert!((greedy.logprob(1) + (2.0 + (-2f64).exp()).ln()).abs() < 1e-12);
         // Groups of four in 1024 columns: token 4096 is added before token 4.
         let long = vec![0.0f32; 4100];
-        let ids: Vec<u32> = of(&long).kept().iter().map(|(id, _)| *id).collect();
+        let ids: Vec<u32> = sampler(&long).kept().iter().map(|(id, _)| *id).collect();
         assert_eq!(ids[..9], [0, 1, 2, 3, 4096, 4097, 4098, 4099, 4]);
     }
 
     #[test]
     fn wrong_tokens_do_not_pass() -> Result<(), Error> {
         let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
-        let row = Sampler { uniform: 0.35, ..of(&logits) };
+        let row = Sampler { uniform: 0.35, ..sampler(&logits) };
         let passes = |out: [f32; 3]| Ok::<_, Error>(Sampler::check(&[row], &out)?.passed);
         let logprob = |id: usize| row.logprob(id as u32) as f32;
         assert!(passes([2.0, logprob(2), 0.0])?);

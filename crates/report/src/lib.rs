@@ -21,5 +21,5 @@ pub use compare_args::{CompareArgs, CompareFormat, KV_CACHES, List, PROMPT};
 pub use devices::{Chosen, Device, Doctor, Selection};
 pub use process::{cuda_roots, describe, end_of, own, tool};
 pub use record::DTYPES;
-pub use render::{Align, Style, Table, TrainingStep, digits, error, readme, training};
+pub use render::{Align, Style, Table, TrainingStep, digits, error, readme, speed, training};
 pub use verify::{check_verify, verify};

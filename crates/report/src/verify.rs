@@ -99,7 +99,7 @@ fn rows(column: &Column, args: &VerifyArgs) -> Vec<Verified> {
         .filter_map(|(case, _)| op_of(case));
     let ops: BTreeSet<&str> = checked.chain(skipped).collect();
     let row = |op: &str| {
-        let Summed { checks, passed, worst } = Summed::of(column, op);
+        let Summed { checks, passed, worst } = Summed::from_column(column, op);
         let (worst_used, worst_case) = worst.unzip();
         Verified {
             schema: record::SCHEMA,
@@ -177,7 +177,7 @@ fn kernels(run: &[Column]) -> Table {
     let ops: BTreeSet<&str> = run.iter().flat_map(|c| &c.checks).map(|c| c.op.as_str()).collect();
     for op in ops {
         for column in run {
-            let Summed { checks, passed, worst } = Summed::of(column, op);
+            let Summed { checks, passed, worst } = Summed::from_column(column, op);
             if checks == 0 {
                 continue;
             }
@@ -203,7 +203,7 @@ struct Summed {
 }
 
 impl Summed {
-    fn of(column: &Column, op: &str) -> Self {
+    fn from_column(column: &Column, op: &str) -> Self {
         let checks: Vec<_> = column.checks.iter().filter(|check| check.op == op).collect();
         let worst = checks
             .iter()

@@ -121,7 +121,7 @@ impl KernelSuite for AttentionBackward {
             let results = results.each_ref().map(Vec::as_slice);
             let reference = part.reference(p);
             let rows = reference.every();
-            let operands = host.of(p, &part);
+            let operands = host.qkv(p, &part);
             let of_part = reference.gradient_lines(&rows, operands, scores, saved, results)?;
             lines = Some(match lines {
                 None => of_part,
@@ -178,7 +178,9 @@ impl KernelSuite for AttentionBackward {
         let case = |batch, heads, seq: u32, head_dim, dtype, causal| {
             let p = AttentionProblem::dense(batch, heads, [seq; 2], head_dim, dtype);
             let forward = AttentionProblem { causal, lse: true, ..p.expect("valid sizes") };
-            BenchCase::alone(BackwardProblem::of(forward).expect("it stores its log-sum-exp"))
+            BenchCase::alone(
+                BackwardProblem::from_forward(forward).expect("it stores its log-sum-exp"),
+            )
         };
         let (f32, bf16) = (DType::F32, DType::Bf16);
         let mut cases = match (suite, scale) {
@@ -208,7 +210,8 @@ impl KernelSuite for AttentionBackward {
             AttentionProblem { lse: true, ..p.expect("valid sizes") }
         };
         let case = |forward, max_candidates| {
-            let problem = BackwardProblem::of(forward).expect("it stores its log-sum-exp");
+            let problem =
+                BackwardProblem::from_forward(forward).expect("it stores its log-sum-exp");
             InstanceCase { problem, max_candidates, clean: 1 }
         };
         let mut cases = vec![case(dense(4096, 128), usize::MAX)];
@@ -232,7 +235,7 @@ impl KernelSuite for AttentionBackward {
 
 fn of_forward(mut forward: EdgeCase) -> BackwardCase {
     forward.problem.lse = true;
-    let problem =
-        BackwardProblem::of(forward.problem).expect("a valid forward pass that stores it");
+    let problem = BackwardProblem::from_forward(forward.problem)
+        .expect("a valid forward pass that stores it");
     BackwardCase { problem, forward }
 }

@@ -42,7 +42,7 @@ pub(crate) fn jobs<K: KernelSuite>(
         for case in K::edge_cases(*precision, arch.backend) {
             let problem = K::problem(&case);
             let first = K::candidates(arch, problem).into_iter().take(1);
-            let key = Key::of::<K>(&arch.id, problem);
+            let key = Key::new::<K>(&arch.id, problem);
             let known = tuned.iter().filter(|(of, ..)| **of == key).map(|(.., config)| *config);
             let inherited = cache.inherited::<K>(arch, problem).map(|(config, _)| config);
             let mut few = feasible::<K>(arch, problem, first.chain(known).chain(inherited));

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 
 /// The reason that text cannot be encoded, decoded or rendered.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]
     Read { path: PathBuf, why: io::Error },

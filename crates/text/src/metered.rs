@@ -41,7 +41,7 @@ pub(crate) fn register(templates: &mut Environment) {
     for (name, filter) in builtin().into_iter().chain(python::filters()) {
         let filter = move |state: &mut State, args: Rest<ValueOrKwargs>| -> Result<Value, Error> {
             let args = args.into_values();
-            look(Steps::of(state), name, &args)?;
+            look(Steps::from_state(state), name, &args)?;
             let result = filter.call(state, &args)?;
             settled(state, result)
         };
@@ -164,7 +164,7 @@ fn digits(text: &str) -> usize {
 
 /// Calls a method of Python.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    let steps = Steps::of(state);
+    let steps = Steps::from_state(state);
     match args {
         [what] if name == "count" => steps.search(what, value)?,
         _ => {
@@ -190,14 +190,14 @@ fn operators(templates: &mut Environment) {
     ];
     for (name, compare, names) in comparisons {
         let compare = move |state: &mut State, a: &Value, b: &Value| -> Result<bool, Error> {
-            Steps::of(state).compare(a, b)?;
+            Steps::from_state(state).compare(a, b)?;
             Ok(compare(a, b))
         };
         templates.add_filter(name, compare);
         names.iter().for_each(|name| templates.add_test(*name, compare));
     }
     let within = |state: &mut State, value: &Value, container: &Value| -> Result<bool, Error> {
-        Steps::of(state).search(value, container)?;
+        Steps::from_state(state).search(value, container)?;
         tests::is_in(state, value, container)
     };
     templates.add_test("in", within);
@@ -209,13 +209,13 @@ fn operators(templates: &mut Environment) {
         }
     });
     templates.add_filter(check::CONCAT, |state: &mut State, a: &Value, b: &Value| {
-        let steps = Steps::of(state);
+        let steps = Steps::from_state(state);
         steps.visit(a)?;
         steps.visit(b)?;
         settled(state, Value::from(format!("{a}{b}")))
     });
     templates.add_filter(check::ITEM, |state: &mut State, value: &Value, key: &Value| {
-        let steps = Steps::of(state);
+        let steps = Steps::from_state(state);
         steps.visit(key)?;
         match value.kind() {
             ValueKind::Iterable => steps.take(items(value))?,
@@ -230,7 +230,7 @@ fn operators(templates: &mut Environment) {
         ("upper", Value::from_function(tests::is_upper)),
     ] {
         templates.add_test(name, move |state: &mut State, args: Rest<Value>| {
-            args.iter().try_for_each(|arg| Steps::of(state).visit(arg).map(drop))?;
+            args.iter().try_for_each(|arg| Steps::from_state(state).visit(arg).map(drop))?;
             test.call(state, &args)
         });
     }
@@ -240,17 +240,17 @@ fn operators(templates: &mut Environment) {
 fn checks(templates: &mut Environment) {
     templates.add_filter(check::SETTLED, settled);
     templates.add_filter(check::LOOPABLE, |state: &mut State, value: &Value| {
-        Steps::of(state).text(bytes(value))?;
+        Steps::from_state(state).text(bytes(value))?;
         loopable(value)
     });
     templates.add_filter(check::SHALLOW, |state: &mut State, value: Value| {
-        Steps::of(state).shallow(&value).map(|()| value)
+        Steps::from_state(state).shallow(&value).map(|()| value)
     });
     templates.add_filter(check::FLAT, |state: &mut State, value: Value| {
-        Steps::of(state).flat(&value).map(|()| value)
+        Steps::from_state(state).flat(&value).map(|()| value)
     });
     templates.add_filter(check::UNPACKED, |state: &mut State, value: Value| {
-        Steps::of(state).take(COPY * items(&value)).map(|()| value)
+        Steps::from_state(state).take(COPY * items(&value)).map(|()| value)
     });
     type Check = fn(&mut Steps, &[Value]) -> Result<(), Error>;
     let joint: [(&str, Check); 7] = [
@@ -291,7 +291,7 @@ fn checks(templates: &mut Environment) {
     for (name, check) in joint {
         templates.add_filter(name, move |state: &mut State, operands: Value| {
             let all = operands.downcast_object_ref::<Tuple>().map_or(&[][..], |all| all);
-            check(Steps::of(state), all).map(|()| operands.clone())
+            check(Steps::from_state(state), all).map(|()| operands.clone())
         });
     }
 }
@@ -310,7 +310,7 @@ fn called(steps: &mut Steps, args: &[Value]) -> Result<(), Error> {
 
 /// Charges steps for a text, and copies a lazy view into a list or a map, because the view's work would not be counted.
 fn settled(state: &mut State, value: Value) -> Result<Value, Error> {
-    let steps = Steps::of(state);
+    let steps = Steps::from_state(state);
     steps.text(bytes(&value))?;
     let Some(object) = value.as_object() else { return Ok(value) };
     if value.kind() != ValueKind::Iterable && !object.type_name().contains("::Merge") {
@@ -330,7 +330,7 @@ fn settled(state: &mut State, value: Value) -> Result<Value, Error> {
 /// Writes a value like minijinja's default formatter.
 fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let escapes = matches!(state.auto_escape(), AutoEscape::Html) && !value.is_safe();
-    let steps = Steps::of(state);
+    let steps = Steps::from_state(state);
     if value.as_object().is_some() {
         steps.visit(value)?;
     }

@@ -35,7 +35,7 @@ impl Default for Steps {
 }
 
 impl Steps {
-    pub(crate) fn of<'a>(state: &'a mut State) -> &'a mut Self {
+    pub(crate) fn from_state<'a>(state: &'a mut State) -> &'a mut Self {
         state.get_or_insert_extension_with(Self::default)
     }
 

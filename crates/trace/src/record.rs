@@ -91,7 +91,7 @@ impl Recording {
     /// # Errors
     /// [`AlreadyRecording`].
     pub fn start() -> Result<Self, AlreadyRecording> {
-        Self::of(None, None)
+        Self::new(None, None)
     }
 
     /// Starts to record all threads, with every span but launches of only one forward pass of each kind (see
@@ -100,7 +100,7 @@ impl Recording {
     /// # Errors
     /// [`AlreadyRecording`].
     pub fn brief() -> Result<Self, AlreadyRecording> {
-        Self::of(None, Some(Mutex::default()))
+        Self::new(None, Some(Mutex::default()))
     }
 
     /// Starts to record only the calling thread.
@@ -108,10 +108,10 @@ impl Recording {
     /// # Errors
     /// [`AlreadyRecording`].
     pub fn of_this_thread() -> Result<Self, AlreadyRecording> {
-        Self::of(Some(thread::current().id()), None)
+        Self::new(Some(thread::current().id()), None)
     }
 
-    fn of(only: Option<ThreadId>, once: Option<Mutex<Once>>) -> Result<Self, AlreadyRecording> {
+    fn new(only: Option<ThreadId>, once: Option<Mutex<Once>>) -> Result<Self, AlreadyRecording> {
         static IDS: AtomicU64 = AtomicU64::new(0);
         let mut slot = locked(&RECORDER);
         if slot.is_some() {

@@ -50,7 +50,7 @@ pub struct Key {
 
 impl Key {
     /// Returns the key of `problem` on `arch_id`.
-    pub fn of<K: Kernel>(arch_id: &ArchId, problem: &K::Problem) -> Self {
+    pub fn new<K: Kernel>(arch_id: &ArchId, problem: &K::Problem) -> Self {
         Self {
             kernel: K::NAME.to_owned(),
             version: K::VERSION,
@@ -229,7 +229,7 @@ impl TuneCache {
         arch: &ArchProfile,
         problem: &K::Problem,
     ) -> Option<(K::Config, &ArchId)> {
-        self.relatives(&Key::of::<K>(&arch.id, problem)).find_map(|entry| {
+        self.relatives(&Key::new::<K>(&arch.id, problem)).find_map(|entry| {
             // An unreadable result is reported only when its own architecture looks it up.
             let config = config_of::<K>(&entry.config).ok()?;
             K::check(arch, problem, &config).ok()?;

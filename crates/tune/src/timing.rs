@@ -126,7 +126,7 @@ pub struct Timing {
 impl Timing {
     /// Returns the median sample in nanoseconds.
     pub fn median_ns(&self) -> f64 {
-        let summary = Summary::of(&self.samples_ns);
+        let summary = Summary::from_samples(&self.samples_ns);
         summary.expect("a sample is a duration, and there is one at least").median
     }
 }

@@ -74,7 +74,7 @@ impl Tuner<'_> {
         problem: &K::Problem,
     ) -> Result<Choice<K::Config>, TuneError> {
         let arch = self.device.profile();
-        let key = Key::of::<K>(&arch.id, problem);
+        let key = Key::new::<K>(&arch.id, problem);
         let known = self.cache.get(&key).map(|(entry, source)| {
             let config = config_of::<K>(&entry.config).map_err(|e| format!("{e}"))?;
             K::check(arch, problem, &config).map_err(|e| e.to_string())?;
@@ -124,7 +124,7 @@ impl Tuner<'_> {
     pub fn measure<K: Kernel>(&mut self, problem: &K::Problem) -> Result<K::Config, TuneError> {
         self.cache.check_writable()?;
         let arch = self.device.profile();
-        let key = Key::of::<K>(&arch.id, problem);
+        let key = Key::new::<K>(&arch.id, problem);
         let mut configs: Vec<_> =
             self.inherited::<K>(problem).map(|choice| choice.config).into_iter().collect();
         configs.extend(K::candidates(arch, problem));
@@ -392,7 +392,7 @@ mod tests {
         };
         let choice = tuner.choose::<Filled>(&7).expect("one of them is right");
         assert_eq!((choice.config, choice.source), (7, Source::Tuned));
-        let key = Key::of::<Filled>(&device.profile().id, &7);
+        let key = Key::new::<Filled>(&device.profile().id, &7);
         let (entry, _) = tuner.cache.get(&key).expect("remembered");
         let wrong = |m: &&Measured| m.error.as_ref().is_some_and(|e| e.starts_with("wrong: "));
         assert_eq!(entry.timings.iter().filter(wrong).count(), 2, "{:?}", entry.timings);

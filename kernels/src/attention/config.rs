@@ -135,7 +135,7 @@ pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &AttentionProblem,
 ) -> Result<AttentionConfig, Infeasible> {
-    let config = AttentionConfig::Rows(RowsConfig::of(arch));
+    let config = AttentionConfig::Rows(RowsConfig::new(arch));
     check(arch, problem, &config).map(|()| config)
 }
 

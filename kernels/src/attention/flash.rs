@@ -40,7 +40,7 @@ use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::scores::{Place, Region, Scores};
-use super::tiles::{Products, accumulate, bytes, copies_of, multiply, pitch, zeros};
+use super::tiles::{TileMatmul, accumulate, bytes, copies_of, multiply, pitch, zeros};
 use super::{Dims, Sequences, Span};
 use crate::tile::{
     CopyLane, CopyPlan, Start, commit_copies, exp2, global_address, lhs_lane, next_stage, rhs_lane,
@@ -120,8 +120,8 @@ impl FlashPlan {
     }
 
     /// Matmul geometry of one K or V tile.
-    const fn products(self) -> Products {
-        Products {
+    const fn tile_matmul(self) -> TileMatmul {
+        TileMatmul {
             frags: self.config.rows as usize / 16,
             pairs: self.config.tile_kv as usize / 16,
             steps: self.head_dim as usize / 16,
@@ -169,12 +169,12 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let frags_m = comptime!(config.rows as usize / 16);
     let pairs_kv = comptime!(tile_kv as usize / 16);
     let pairs_d = comptime!(plan.head_dim as usize / 16);
-    let products = comptime!(plan.products());
+    let tile_matmul = comptime!(plan.tile_matmul());
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * 32 + lane;
     let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
-    let here = sequences.of(dims, batch);
+    let here = sequences.span(dims, batch);
     // Under the causal mask later queries have more keys. Start them first, so that no long block
     // runs last.
     let last_block = dims.seq_q.div_ceil(tile_q) - 1;
@@ -219,7 +219,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
-    let mut acc = zeros::<NC>(comptime!(products.sums())); //        [rows / 16, head_dim / 8]
+    let mut acc = zeros::<NC>(comptime!(tile_matmul.sums())); //        [rows / 16, head_dim / 8]
     let mut row_max = Array::<f32>::new(comptime!(2 * frags_m)); //     m of rows lane / 4 and + 8
     let mut sum = Array::<f32>::new(comptime!(2 * frags_m)); //      this unit's part of l
     #[unroll]
@@ -231,7 +231,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let plane_row = plane * config.rows;
     let lane_a = shared + lhs_lane(plane_row, lane, plan.q.shape);
     let lane_b = rhs_lane(0u32.runtime(), lane, plan.kv.shape);
-    let lane_v = rhs_lane(0u32.runtime(), lane, comptime!(products.summed()));
+    let lane_v = rhs_lane(0u32.runtime(), lane, comptime!(tile_matmul.summed()));
     let row = first_row + plane_row;
 
     let mut read = ring;
@@ -243,8 +243,8 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         write = next_stage(write, ring, end, comptime!(plan.stage_bytes()));
 
         // s = q · kᵀ
-        let mut s = zeros::<NC>(comptime!(products.scores()));
-        multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, products);
+        let mut s = zeros::<NC>(comptime!(tile_matmul.scores()));
+        multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, tile_matmul);
 
         // s = log₂e · (scale · s ..), or -inf where hidden
         let corner = Place { batch, head, row, col: tile * tile_kv };
@@ -304,7 +304,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
 
         // acc += s · v
         let tile_v = read + comptime!(plan.kv.shape.bytes()) + lane_v;
-        accumulate::<F, NF, NC>(&mut acc, &s, tile_v, products);
+        accumulate::<F, NF, NC>(&mut acc, &s, tile_v, tile_matmul);
         read = next_stage(read, ring, end, comptime!(plan.stage_bytes()));
     }
 

@@ -190,9 +190,9 @@ impl Kernel for Attention {
                 BufferArg::from_raw_parts(operands.v.clone(), v / width_in),
                 BufferArg::from_raw_parts(operands.out.clone(), out / width_out),
                 BufferArg::from_raw_parts(lse.clone(), lse_len),
-                ScoresLaunch::of(problem, operands),
-                SequencesLaunch::of(problem, operands),
-                Dims::of(problem, operands),
+                ScoresLaunch::from_problem(problem, operands),
+                SequencesLaunch::from_operands(problem, operands),
+                Dims::launch_args(problem, operands),
                 plan.path,
                 types(problem),
             );
@@ -377,7 +377,7 @@ impl Dims {
 
 #[cube]
 impl Sequences {
-    pub(crate) fn of(&self, dims: &Dims, batch: u32) -> Span {
+    pub(crate) fn span(&self, dims: &Dims, batch: u32) -> Span {
         let mut from_q = 0u32.runtime();
         let mut from_kv = 0u32.runtime();
         let mut seq_q = dims.seq_q;
@@ -429,15 +429,15 @@ fn attention<F: Float, M: Int, NI: Size, NO: Size>(
 }
 
 impl Steps {
-    fn of(s: HeadStrides, varlen: bool) -> StepsLaunch {
+    fn launch_args(s: HeadStrides, varlen: bool) -> StepsLaunch {
         let batch = if varlen { 0 } else { s.batch };
         StepsLaunch::new(batch as usize, s.head as usize, s.seq as usize)
     }
 }
 
 impl Dims {
-    fn of(p: &AttentionProblem, operands: &AttentionOperands) -> DimsLaunch {
-        let steps = |s| Steps::of(s, p.varlen);
+    fn launch_args(p: &AttentionProblem, operands: &AttentionOperands) -> DimsLaunch {
+        let steps = |s| Steps::launch_args(s, p.varlen);
         let score_steps = |s: Option<ScoreStrides>| {
             let s = s.unwrap_or(ScoreStrides { batch: 0, head: 0, row: 0, col: 0 });
             ScoreStepsLaunch::new(s.batch as usize, s.head as usize, s.row as usize, s.col as usize)
@@ -465,7 +465,7 @@ impl Dims {
 }
 
 impl Rules {
-    const fn of(p: &AttentionProblem) -> Self {
+    const fn new(p: &AttentionProblem) -> Self {
         Self {
             causal: p.causal,
             window: p.window.is_some(),
@@ -489,7 +489,7 @@ fn bound<T: LaunchArg<RuntimeArg = BufferArg>>(
 }
 
 impl<F: Float, M: Int> ScoresLaunch<F, M> {
-    fn of(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
+    fn from_problem(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
         let buffer = |handle: &Option<Handle>, strides: Option<ScoreStrides>| {
             handle.clone().zip(strides.map(|s| p.score_extent(s)))
         };
@@ -502,13 +502,13 @@ impl<F: Float, M: Int> ScoresLaunch<F, M> {
             // Distances are i32; a window of 2^30 keys or more hides nothing.
             p.window.unwrap_or(0).min(i32::MAX as u32 / 2),
             f32::NEG_INFINITY,
-            Rules::of(p),
+            Rules::new(p),
         )
     }
 }
 
 impl SequencesLaunch {
-    fn of(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
+    fn from_operands(p: &AttentionProblem, operands: &AttentionOperands) -> Self {
         let len = p.batch as usize + 1;
         let offsets = operands.offsets.as_ref();
         Self::new(bound(offsets.map(|o| (&o.q, len))), bound(offsets.map(|o| (&o.kv, len))))

@@ -28,7 +28,7 @@ pub struct RowsConfig {
 
 impl RowsConfig {
     /// Config for `arch`: all cores of a CPU, or 64 units on a GPU.
-    pub(super) fn of(arch: &ArchProfile) -> Self {
+    pub(super) fn new(arch: &ArchProfile) -> Self {
         Self { units: arch.cores().unwrap_or(64) }
     }
 
@@ -74,7 +74,7 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
     while task < total {
         let (row, head) = (task % dims.seq_q, task / dims.seq_q % dims.heads);
         let batch = task / dims.seq_q / dims.heads;
-        let span = sequences.of(dims, batch);
+        let span = sequences.span(dims, batch);
         if row < span.seq_q {
             let kv_head = head / dims.group;
             let from_q = dims.q.at(span.from_q + row, batch, head) / NI::value();
@@ -88,7 +88,7 @@ pub(crate) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                 let from_v = dims.v.at(span.from_kv + col, batch, kv_head) / NI::value();
                 let dot = dot::<F, NI>(&query, k, from_k, vectors);
                 let place = Place { batch, head, row, col };
-                let score = scores.of(dot, &place, &span, dims) * scores.unit();
+                let score = scores.score(dot, &place, &span, dims) * scores.unit();
                 let log2 = std::f32::consts::LN_2;
                 // A hidden key adds nothing, but NaN must propagate. (On Vulkan `!=` is false for
                 // NaN.)

@@ -116,7 +116,7 @@ impl<F: Float, M: Int> Scores<F, M> {
     }
 
     /// Score for the dot product `dot`, in units of 1 / [`Scores::unit`]; -inf if hidden.
-    pub(crate) fn of(&self, dot: f32, place: &Place, span: &Span, dims: &Dims) -> f32 {
+    pub(crate) fn score(&self, dot: f32, place: &Place, span: &Span, dims: &Dims) -> f32 {
         let seen = self.sees(span, place.row, place.col);
         self.bent(dot, seen, place, dims)
     }

@@ -163,7 +163,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
     let (head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
-    let here = sequences.of(dims, batch);
+    let here = sequences.span(dims, batch);
     // Under the causal mask later queries have more keys. Start them first, so that no long block
     // runs last.
     let last_block = dims.seq_q.div_ceil(tile_q) - 1;
@@ -275,7 +275,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
                     #[unroll]
                     for e in 0..4usize {
                         let place = Place { batch, head, row, col: col + comptime!(e as u32) };
-                        let score = scores.of(own.extract(e), &place, &here, dims);
+                        let score = scores.score(own.extract(e), &place, &here, dims);
                         let hidden = scores.hidden;
                         own.insert(e, select(row < here.seq_q, score, hidden));
                     }

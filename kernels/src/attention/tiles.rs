@@ -25,7 +25,7 @@ pub(super) const fn copies_of(
 /// Comptime geometry of the matmuls of a plane's rows with a tile; both are
 /// `[positions, head_dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Products {
+pub(super) struct TileMatmul {
     /// Row fragments of 16 rows.
     pub(super) frags: usize,
     /// Steps of 16 positions of the tile.
@@ -39,7 +39,7 @@ pub(super) struct Products {
     pub(super) pipelined: bool,
 }
 
-impl Products {
+impl TileMatmul {
     /// Number of score fragments, 16 rows by 8 positions.
     pub(super) const fn scores(self) -> usize {
         self.frags * self.pairs * 2
@@ -84,7 +84,7 @@ pub(super) fn multiply<F: Float, NF: Size, NC: Size>(
     s: &mut Sequence<Array<Vector<f32, NC>>>,
     own: u32,
     other: u32,
-    #[comptime] p: Products,
+    #[comptime] p: TileMatmul,
 ) {
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let mut a = registers(comptime!(2 * p.frags));
@@ -123,7 +123,7 @@ pub(super) fn accumulate<F: Float, NF: Size, NC: Size>(
     acc: &mut Sequence<Array<Vector<f32, NC>>>,
     weights: &Sequence<Array<Vector<f32, NC>>>,
     other: u32,
-    #[comptime] p: Products,
+    #[comptime] p: TileMatmul,
 ) {
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let mut b = registers(2usize);
@@ -193,7 +193,7 @@ fn load_step<F: Float>(
     b: &mut Sequence<Array<u32>>,
     #[comptime] step: u32,
     #[comptime] set: usize,
-    #[comptime] p: Products,
+    #[comptime] p: TileMatmul,
 ) {
     let (xor, add) = comptime!(along(step));
     #[unroll]
@@ -216,7 +216,7 @@ fn load_summed<F: Float>(
     other: u32,
     into: &mut Array<u32>,
     #[comptime] which: usize,
-    #[comptime] p: Products,
+    #[comptime] p: TileMatmul,
 ) {
     let shape = comptime!(p.summed());
     let (xor, add) = comptime!(along((which % p.steps) as u32));

@@ -259,7 +259,7 @@ impl Kernel for CrossEntropy {
         if c.held * c.units > HELD {
             return Err(shape("held", c.held, "expected at most 8192 vectors per cube"));
         }
-        let rows = RowPlan::of(arch, c.units, c.lanes);
+        let rows = RowPlan::new(arch, c.units, c.lanes);
         rows.check(arch)?;
         let vector = p.vector(arch) * p.dtype.size() as u32;
         limits(arch, c.units, 4 * rows.shared_len() as u32 + vector * c.units * c.staged.max(1))?;
@@ -322,7 +322,7 @@ impl Kernel for CrossEntropy {
         _scratch: Option<&Handle>,
     ) {
         let arch = queue.profile();
-        let plan = Plan::of(arch, p, c);
+        let plan = Plan::new(arch, p, c);
         let cubes = crate::cubes(queue.profile(), p.rows.into(), plan.rows.rows());
         let (vector, rows) = (p.vector(arch) as usize, p.rows as usize);
         let matrix = p.elements() / vector;
@@ -379,9 +379,9 @@ struct Plan {
 }
 
 impl Plan {
-    fn of(arch: &ArchProfile, p: &CrossEntropyProblem, c: &CrossEntropyConfig) -> Self {
+    fn new(arch: &ArchProfile, p: &CrossEntropyProblem, c: &CrossEntropyConfig) -> Self {
         Self {
-            rows: RowPlan::of(arch, c.units, c.lanes),
+            rows: RowPlan::new(arch, c.units, c.lanes),
             held: c.held,
             staged: c.staged,
             gradient: p.gradient,

@@ -15,7 +15,7 @@
 //!
 //! Cost: the codes of the weight once for every `tile_m` rows of x, decoding, and matmul.
 //!
-//! The weight's [`Dequantize`] implementation decodes. The ladders are in `nf4/product/subgroup.rs` and
+//! The weight's [`Dequantize`] implementation decodes. The ladders are in `nf4/matmul/subgroup.rs` and
 //! `int8/subgroup.rs`.
 
 use arch::ArchProfile;

@@ -113,7 +113,7 @@ impl Rounding {
             None => (UNITS, UNITS),
         };
         Plan {
-            rows: RowPlan::of(arch, units, lanes),
+            rows: RowPlan::new(arch, units, lanes),
             outliers: self.outliers(),
             codes: self.codes,
             by_hand: by_hand(arch, self.dtype),

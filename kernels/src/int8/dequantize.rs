@@ -115,7 +115,7 @@ pub(super) fn launch(
             address(p),
             words,
             width,
-            QuantizedValuesLaunch::of(&p.weight, weight, words),
+            QuantizedValuesLaunch::from_buffers(&p.weight, weight, words),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             c.plan(queue.profile(), p.out),

@@ -238,7 +238,7 @@ pub(super) fn launch(
     };
     let epilogue = operands.epilogue;
     let finish = match c.parts {
-        1 => FinishLaunch::of(p.epilogue, epilogue, p.bias_len(), out_len / width_out),
+        1 => FinishLaunch::from_buffers(p.epilogue, epilogue, p.bias_len(), out_len / width_out),
         _ => FinishLaunch::nothing(),
     };
     let slices = p.batch_slices(arch);

@@ -22,16 +22,16 @@
 mod activations;
 mod dequantize;
 mod gemv;
+mod matmul;
 mod mma;
 mod problem;
-mod product;
 mod quantize;
 mod subgroup;
 
 pub use activations::Activations;
 pub use dequantize::{DequantizeOperands, DequantizeProblem, Int8Dequantize};
+pub use matmul::{DenseConfig, Int8Matmul, Int8MatmulConfig};
 pub use problem::{Int8MatmulOperands, Int8MatmulProblem};
-pub use product::{DenseConfig, Int8Matmul, Int8MatmulConfig};
 pub use quantize::{Int8Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, quantize};
 
 use arch::DType;
@@ -236,7 +236,7 @@ impl<NW: Size> DequantizeBytes<NW> for QuantizedValues<NW> {
 }
 
 impl<N: Size> QuantizedValuesLaunch<N> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
+    fn from_buffers(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scb } = buffers;
         // SAFETY: the lengths follow from the weight.
         unsafe {

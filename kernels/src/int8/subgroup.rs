@@ -54,7 +54,7 @@ pub(super) fn launch(
         _ => (out, 1),
     };
     let finish = match c.parts {
-        1 => FinishLaunch::of(p.epilogue, epilogue, weight.n as usize, out_len),
+        1 => FinishLaunch::from_buffers(p.epilogue, epilogue, weight.n as usize, out_len),
         _ => FinishLaunch::nothing(),
     };
     // SAFETY: the extents follow from the problem, and the kernel checks its edges.
@@ -69,7 +69,7 @@ pub(super) fn launch(
             4,
             1,
             BufferArg::from_raw_parts(x, x_len / 4),
-            QuantizedValuesLaunch::of(&weight, &operands.weight, 4),
+            QuantizedValuesLaunch::from_buffers(&weight, &operands.weight, 4),
             BufferArg::from_raw_parts(out.clone(), out_len),
             BufferArg::from_raw_parts(sums.clone(), sums_len),
             finish,

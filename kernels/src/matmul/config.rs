@@ -77,7 +77,7 @@ impl MatmulConfig {
 }
 
 /// Returns the candidates of one path, in that path's order.
-fn of<P: Path>(
+fn path_candidates<P: Path>(
     arch: &ArchProfile,
     problem: &MatmulProblem,
     config: fn(P) -> MatmulConfig,
@@ -86,15 +86,15 @@ fn of<P: Path>(
 }
 
 pub(super) fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<MatmulConfig> {
-    let mut feasible: Vec<_> = of(arch, problem, MatmulConfig::Packed)
-        .chain(of(arch, problem, MatmulConfig::CpuGemv))
-        .chain(of(arch, problem, MatmulConfig::Mma))
-        .chain(of(arch, problem, MatmulConfig::Tma))
-        .chain(of(arch, problem, MatmulConfig::Workgroup))
-        .chain(of(arch, problem, MatmulConfig::Subgroup))
-        .chain(of(arch, problem, MatmulConfig::Pipelined))
-        .chain(of(arch, problem, MatmulConfig::Fma))
-        .chain(of(arch, problem, MatmulConfig::Gemv))
+    let mut feasible: Vec<_> = path_candidates(arch, problem, MatmulConfig::Packed)
+        .chain(path_candidates(arch, problem, MatmulConfig::CpuGemv))
+        .chain(path_candidates(arch, problem, MatmulConfig::Mma))
+        .chain(path_candidates(arch, problem, MatmulConfig::Tma))
+        .chain(path_candidates(arch, problem, MatmulConfig::Workgroup))
+        .chain(path_candidates(arch, problem, MatmulConfig::Subgroup))
+        .chain(path_candidates(arch, problem, MatmulConfig::Pipelined))
+        .chain(path_candidates(arch, problem, MatmulConfig::Fma))
+        .chain(path_candidates(arch, problem, MatmulConfig::Gemv))
         .filter(|c| check(arch, problem, c).is_ok())
         .collect();
     let plain = |c: &MatmulConfig| matches!(c, MatmulConfig::Fma(_));
@@ -162,7 +162,8 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 
 /// Returns true if a path normalises the rows that it multiplies and the saved launch pays for it.
 pub(super) fn takes_norm(arch: &ArchProfile, problem: &MatmulProblem) -> bool {
     let few = problem.norm.is_some() && problem.m <= MAX_NORMED_ROWS;
-    few && of(arch, problem, MatmulConfig::Gemv).any(|c| check(arch, problem, &c).is_ok())
+    few && path_candidates(arch, problem, MatmulConfig::Gemv)
+        .any(|c| check(arch, problem, &c).is_ok())
 }
 
 pub(super) fn baseline(
@@ -176,10 +177,10 @@ pub(super) fn baseline(
         Precision::Tf32 | Precision::F16Acc16 => {
             candidates(arch, problem).pop().unwrap_or(MatmulConfig::Mma(MmaConfig::SMALLEST))
         }
-        _ if problem.norm.is_some() => of(arch, problem, MatmulConfig::Gemv)
+        _ if problem.norm.is_some() => path_candidates(arch, problem, MatmulConfig::Gemv)
             .last()
             .ok_or_else(|| lacks("a norm fused into this matmul"))?,
-        _ => of(arch, problem, MatmulConfig::Packed)
+        _ => path_candidates(arch, problem, MatmulConfig::Packed)
             .last()
             .unwrap_or(MatmulConfig::Fma(FmaConfig::BASELINE)),
     };
@@ -309,7 +310,7 @@ mod tests {
         let mut vulkan = ArchProfile { backend: Backend::Vulkan, ..gpu.clone() };
         let of = |ab| MmaShape { ab, acc: DType::F32, m: 16, n: 16, k: 16 };
         vulkan.cmma = [of(DType::F16)].into();
-        vulkan.cube_mma = vulkan.cmma.iter().map(|s| CubeMma::of(*s, None)).collect();
+        vulkan.cube_mma = vulkan.cmma.iter().map(|s| CubeMma::new(*s, None)).collect();
         let matrices = candidates(&vulkan, &p).into_iter().map(|c| (&vulkan, c));
         let matrices: Vec<_> = matrices.collect();
         assert!(matrices.iter().any(|(_, c)| matches!(c, MatmulConfig::Workgroup(_))));

@@ -112,7 +112,7 @@ pub(crate) struct Finish<F: Float, E: Float, N: Size> {
 
 impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     /// Launch arguments of `epilogue`: a bias of `bias` elements, matrices of `vectors` vectors.
-    pub(crate) fn of(
+    pub(crate) fn from_buffers(
         epilogue: Epilogue,
         buffers: &EpilogueBuffers,
         bias: usize,

@@ -223,11 +223,16 @@ impl Kernel for Matmul {
                     BufferArg::from_raw_parts(partials.clone(), partials_len / width_partials),
                     ComptimeOptionArgs::<Maps>::from(maps),
                     match splits {
-                        1 => FinishLaunch::of(problem.epilogue, &operands.epilogue, bias, vectors),
+                        1 => FinishLaunch::from_buffers(
+                            problem.epilogue,
+                            &operands.epilogue,
+                            bias,
+                            vectors
+                        ),
                         // The reduction launch applies the epilogue to the sums.
                         _ => FinishLaunch::nothing(),
                     },
-                    NormWeightLaunch::of(
+                    NormWeightLaunch::from_buffers(
                         problem.norm,
                         operands.norm.as_ref(),
                         problem.k,

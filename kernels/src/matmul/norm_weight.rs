@@ -53,7 +53,7 @@ pub(crate) struct NormWeight<F: Float, N: Size> {
 
 impl<F: Float, N: Size> NormWeightLaunch<F, N> {
     /// Launch arguments of a norm of rows of `k` elements.
-    pub(crate) fn of(
+    pub(crate) fn from_buffers(
         norm: Option<NormKind>,
         buffers: Option<&NormBuffers>,
         k: u32,

@@ -65,7 +65,7 @@ pub(crate) fn add(
             width,
             BufferArg::from_raw_parts(partials.clone(), all / width),
             BufferArg::from_raw_parts(out.clone(), vectors),
-            FinishLaunch::of(problem.epilogue, epilogue, bias, vectors),
+            FinishLaunch::from_buffers(problem.epilogue, epilogue, bias, vectors),
             vectors,
             problem.n,
             parts,

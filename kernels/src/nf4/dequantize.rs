@@ -139,7 +139,7 @@ pub(super) fn launch(
             address(p),
             1,
             width,
-            QuantizedValuesLaunch::of(&p.weight, weight, 1),
+            QuantizedValuesLaunch::from_buffers(&p.weight, weight, 1),
             BufferArg::from_raw_parts(out.clone(), len / width),
             p.weight.k,
             plan(queue.profile(), p, c),

@@ -22,12 +22,12 @@
 //! Sources: Dettmers et al., "QLoRA" (2023); bitsandbytes, `functional.py` and `csrc/kernels.cu`.
 
 mod dequantize;
-mod product;
+mod matmul;
 mod quantize;
 mod weight;
 
 pub use dequantize::{DequantizeConfig, DequantizeOperands, DequantizeProblem, Nf4Dequantize};
-pub use product::{
+pub use matmul::{
     DenseConfig, FusedConfig, GemvConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
     Nf4MatmulProblem, SharedConfig, StreamConfig, SubgroupConfig,
 };
@@ -87,7 +87,7 @@ pub(crate) struct QuantizedPlan {
 }
 
 impl QuantizedPlan {
-    const fn of(weight: &Weight) -> Self {
+    const fn new(weight: &Weight) -> Self {
         Self {
             block_size: weight.block_size,
             nested: weight.nested,
@@ -97,7 +97,7 @@ impl QuantizedPlan {
 }
 
 impl<N: Size> QuantizedValuesLaunch<N> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
+    fn from_buffers(weight: &Weight, buffers: &WeightBuffers, width: usize) -> Self {
         let WeightBuffers { codes, absmax, codebook, nested } = buffers;
         let (nested_codebook, scales) = match nested {
             Some(nested) => {
@@ -115,7 +115,7 @@ impl<N: Size> QuantizedValuesLaunch<N> {
             buffer((codebook, 16)),
             buffer(nested_codebook),
             buffer(scales),
-            QuantizedPlan::of(weight),
+            QuantizedPlan::new(weight),
         )
     }
 }

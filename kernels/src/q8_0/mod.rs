@@ -24,7 +24,7 @@
 //!
 //! Source: ggml, `quantize_row_q8_0_ref` and `dequantize_row_q8_0` (`ggml-quants.c`).
 
-mod product;
+mod matmul;
 
 use arch::{ArchProfile, DType, Device};
 use cubecl::ir::ElemType;
@@ -34,8 +34,8 @@ use quant::WeightFormat;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-pub(crate) use product::MAX_FUSED_ROWS;
-pub use product::{
+pub(crate) use matmul::MAX_FUSED_ROWS;
+pub use matmul::{
     DenseConfig, Q8_0Matmul, Q8_0MatmulConfig, Q8_0MatmulOperands, Q8_0MatmulProblem,
 };
 
@@ -176,7 +176,7 @@ pub(crate) struct QuantizedValues<NW: Size> {
 }
 
 impl<NW: Size> QuantizedValuesLaunch<NW> {
-    fn of(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
+    fn from_buffers(weight: &Weight, buffers: &WeightBuffers, words: usize) -> Self {
         let WeightBuffers { codes, scales } = buffers;
         // SAFETY: the lengths follow from the weight.
         unsafe {
@@ -593,7 +593,7 @@ impl Kernel for Q8_0Dequantize {
                 p.weight.address(),
                 words,
                 width,
-                QuantizedValuesLaunch::of(&p.weight, &operands.weight, words),
+                QuantizedValuesLaunch::from_buffers(&p.weight, &operands.weight, words),
                 BufferArg::from_raw_parts(operands.out.clone(), len / width),
                 p.weight.k,
                 c.plan(queue.profile(), p.out),

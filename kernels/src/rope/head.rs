@@ -62,7 +62,7 @@ pub(super) struct Head {
 #[cube]
 impl Head {
     /// Returns head `index` of all tokens' heads.
-    pub(super) fn of(
+    pub(super) fn new(
         index: u32,
         start: &[u32],
         pages: &[u32],

@@ -127,7 +127,7 @@ impl Kernel for Rope {
 
     fn check(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> Result<(), Infeasible> {
         stores(arch, [p.dtype, p.cache.dtype])?;
-        RowPlan::of(arch, c.units, c.lanes).check(arch)
+        RowPlan::new(arch, c.units, c.lanes).check(arch)
     }
 
     fn cost(p: &RopeProblem) -> Cost {
@@ -334,7 +334,7 @@ impl RopePlan {
 fn plan(arch: &ArchProfile, p: &RopeProblem, c: &RopeConfig) -> RopePlan {
     let vector = p.vector(arch);
     RopePlan {
-        rows: RowPlan::of(arch, c.units, c.lanes),
+        rows: RowPlan::new(arch, c.units, c.lanes),
         head: p.head_dim / vector,
         half: p.dim / 2 / vector,
         norm: p.qk_norm.map(|norm| norm.kind),

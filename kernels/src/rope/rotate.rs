@@ -34,7 +34,7 @@ pub(super) fn rotate_heads<F: Float, C: Numeric, N: Size>(
     while first < dims.groups {
         // A group past the end repeats the last head without storing: all units must reach the barriers.
         let inside = first + group < dims.groups;
-        let head = Head::of(min(first + group, dims.groups - 1), start, pages, &dims, plan);
+        let head = Head::new(min(first + group, dims.groups - 1), start, pages, &dims, plan);
         let scale = if comptime!(plan.norm.is_some()) {
             let kind = comptime!(plan.norm.unwrap_or(NormKind::Rms));
             row_scale(
@@ -52,7 +52,7 @@ pub(super) fn rotate_heads<F: Float, C: Numeric, N: Size>(
         let mut inverse = 0.0f32.runtime();
         if comptime!(plan.items() <= lanes) {
             let item = min(lane, comptime!(plan.items() - 1));
-            let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+            let pair = Pair::new(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
             if comptime!(plan.bytes) {
                 let largest = row_fold(pair.largest::<N>(), &mut shared, Fold::Largest, plan.rows);
                 inverse = scale_cells(largest, k_scales, v_scales, &head, inside && lane == 0);
@@ -64,7 +64,7 @@ pub(super) fn rotate_heads<F: Float, C: Numeric, N: Size>(
             if comptime!(plan.bytes) {
                 let mut largest = 0.0f32.runtime();
                 for item in range_stepped(lane, comptime!(plan.items()), lanes) {
-                    let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+                    let pair = Pair::new(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
                     largest = larger(largest, pair.largest::<N>());
                 }
                 let largest = row_fold(largest, &mut shared, Fold::Largest, plan.rows);
@@ -72,7 +72,7 @@ pub(super) fn rotate_heads<F: Float, C: Numeric, N: Size>(
             }
             if inside && (head.within || head.query) {
                 for item in range_stepped(lane, comptime!(plan.items()), lanes) {
-                    let pair = Pair::of(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
+                    let pair = Pair::new(qkv, q_weight, k_weight, table, item, &head, &scale, plan);
                     pair.store(q, k, v, &head, inverse, plan);
                 }
             }
@@ -119,7 +119,7 @@ struct Pair {
 impl Pair {
     /// Loads item `item` of a head, out of [`RopePlan::items`].
     #[expect(clippy::too_many_arguments, reason = "operands, and which of them")]
-    fn of<F: Float, N: Size>(
+    fn new<F: Float, N: Size>(
         qkv: &[Vector<F, N>],
         q_weight: &[Vector<F, N>],
         k_weight: &[Vector<F, N>],

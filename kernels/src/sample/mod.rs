@@ -190,7 +190,7 @@ impl Kernel for Sample {
 
     fn check(arch: &ArchProfile, _: &SampleProblem, c: &SampleConfig) -> Result<(), Infeasible> {
         stores(arch, [DType::F32])?;
-        RowPlan::of(arch, c.units, c.units).check(arch)?;
+        RowPlan::new(arch, c.units, c.units).check(arch)?;
         if c.units > COLUMNS {
             return Err(shape("units", c.units, "expected at most 1024"));
         }
@@ -271,7 +271,7 @@ impl Kernel for Sample {
                 p.vocab,
                 f32::NEG_INFINITY,
                 p.masked,
-                RowPlan::of(queue.profile(), c.units, c.units),
+                RowPlan::new(queue.profile(), c.units, c.units),
             );
         }
     }

@@ -98,7 +98,7 @@ fn f16_sums_are_for_instructions_that_have_them() {
 fn a_cached_config_that_does_not_fit_is_said_and_passed_over() {
     let device = device(Backend::Cpu).expect("the CPU runtime needs nothing");
     let problem = MatmulProblem::dense(1, [8; 3], [Layout::Row; 2], Precision::F32).expect("valid");
-    let key = tune::Key::of::<Matmul>(&device.profile().id, &problem);
+    let key = tune::Key::new::<Matmul>(&device.profile().id, &problem);
     let line = serde_json::json!({
         "format": 1, "kernel": key.kernel, "version": key.version, "arch_id": key.arch_id,
         "bucket": key.bucket, "problem": null, "config": { "path": "alien" }, "median_ns": 1.0,

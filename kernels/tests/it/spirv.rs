@@ -25,7 +25,7 @@ fn card() -> ArchProfile {
     card.cmma = [DType::F16, DType::Bf16]
         .map(|ab| MmaShape { ab, acc: DType::F32, m: 16, n: 16, k: 16 })
         .into();
-    card.cube_mma = card.cmma.iter().map(|s| CubeMma::of(*s, None)).collect();
+    card.cube_mma = card.cmma.iter().map(|s| CubeMma::new(*s, None)).collect();
     card
 }
 
@@ -144,7 +144,7 @@ fn gradients_compile_for_cooperative_matrices() {
         let dense = AttentionProblem::dense(1, heads, seqs, head_dim, dtype).expect("valid sizes");
         let softcap = bent.then_some(30.0);
         let forward = AttentionProblem { causal: true, lse: true, softcap, ..dense };
-        let problem = BackwardProblem::of(forward).expect("it stores its log-sum-exp");
+        let problem = BackwardProblem::from_forward(forward).expect("it stores its log-sum-exp");
         for config in AttentionBackward::candidates(&card, &problem) {
             assert!(matches!(config.keys, SideConfig::Subgroup(_)), "{config:?}");
             let programs =

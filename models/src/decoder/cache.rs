@@ -41,7 +41,7 @@ struct Shared {
 }
 
 impl Shared {
-    const fn of(length: usize, times: usize, capacity: usize) -> Self {
+    const fn new(length: usize, times: usize, capacity: usize) -> Self {
         let (whole, rest) = (length / PAGE, length % PAGE);
         Self { times, whole, rest, own: capacity.div_ceil(PAGE) - whole }
     }
@@ -166,7 +166,7 @@ impl KvCache {
         }
         let plans: Vec<Shared> = parts
             .iter()
-            .map(|(part, times)| Shared::of(part.tokens[0].len(), *times, capacity))
+            .map(|(part, times)| Shared::new(part.tokens[0].len(), *times, capacity))
             .collect();
         let shares = plans.iter().any(|plan| plan.times > 1 && plan.whole > 0);
         let tokens = parts.iter().flat_map(|(part, times)| vec![part.tokens[0].clone(); *times]);

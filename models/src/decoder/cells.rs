@@ -78,12 +78,12 @@ pub(super) fn dequantized(cached: Cached, dtype: FloatDType) -> Tensor<4> {
 
 /// Returns the bytes on the device.
 pub(super) fn bytes(cached: &Cached) -> u64 {
-    fn of<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> u64 {
+    fn tensor_bytes<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> u64 {
         (tensor.shape().num_elements() * tensor.dtype().size()) as u64
     }
     match cached {
-        Cached::Float(values) => of(values),
-        Cached::Bytes { values, scales } => of(values) + of(scales),
+        Cached::Float(values) => tensor_bytes(values),
+        Cached::Bytes { values, scales } => tensor_bytes(values) + tensor_bytes(scales),
     }
 }
 

@@ -87,7 +87,7 @@ pub fn on_device(
             let (config, slot) = (weights.config(), param.slot);
             let (n, k, columns) = (param.shape[0], param.shape[1], adapter.columns(config, slot));
             lora_columns = lora_columns.max(columns);
-            let a = adapter.of(config, slot).map_or(0, |own| own.rank * k);
+            let a = adapter.delta(config, slot).map_or(0, |own| own.rank * k);
             bytes += ((a + n * columns) * burn::tensor::DType::from(dtype).size()) as u128;
         }
     }
@@ -353,7 +353,7 @@ impl<'a> Loader<'a> {
         for slot in slots {
             let stored = weights.weight(*slot)?;
             let format = format_on_device(self.options.quant, &stored.weight);
-            let own = adapter.of(self.config(), *slot).filter(|_| format.is_some());
+            let own = adapter.delta(self.config(), *slot).filter(|_| format.is_some());
             if let Some(own) = own {
                 // Matrices of one tensor in the file share A.
                 let same = all.last().filter(|(_, _, last)| std::ptr::eq(last.a, own.a));
@@ -474,7 +474,7 @@ impl<'a> Loader<'a> {
 
     /// Returns W + s·B·A, rounded once.
     fn merged(&self, slot: Slot, dense: Tensor<2>) -> Result<Tensor<2>, Error> {
-        let Some(own) = self.adapter.and_then(|adapter| adapter.of(self.config(), slot)) else {
+        let Some(own) = self.adapter.and_then(|adapter| adapter.delta(self.config(), slot)) else {
             return Ok(dense);
         };
         let [n, k] = dense.dims();

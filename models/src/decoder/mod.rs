@@ -338,7 +338,7 @@ impl Decoder {
             let _first = trace::first(|| "prompt");
             let _prompt = trace::span(|| format!("prompt {}", to - from));
             let part: Vec<&[u32]> = tokens.iter().map(|own| &own[from..to]).collect();
-            let step = Step::of(&part, &cache.lengths(), &self.device);
+            let step = Step::new(&part, &cache.lengths(), &self.device);
             let x = self.layers(cache.memory(), &step)?;
             cache.push(&part);
             match rows {
@@ -411,7 +411,7 @@ impl Decoder {
         let takes = layer.qkv.takes_norm(&self.ctx, &x, self.config.norm.kind)?;
         let (y, norm) = self.normed(&layer.attention_norm, x.clone(), takes)?;
         let epilogue = Epilogue { norm, ..Epilogue::default() };
-        let qkv = self.paced(layer.qkv.of(&self.ctx, y, epilogue)?)?;
+        let qkv = self.paced(layer.qkv.apply(&self.ctx, y, epilogue)?)?;
         let (k, v) = memory.layers[index].clone();
         let pages = memory.pages.as_ref().map(|pages| pages.table.clone());
         let start = step.start.clone();
@@ -476,14 +476,14 @@ impl Decoder {
         Ok(match post {
             None => {
                 let residual = Some(x);
-                self.paced(projection.of(
+                self.paced(projection.apply(
                     &self.ctx,
                     y,
                     Epilogue { residual, ..Epilogue::default() },
                 )?)?
             }
             Some(norm) => {
-                let y = projection.of(&self.ctx, y, Epilogue::default())?;
+                let y = projection.apply(&self.ctx, y, Epilogue::default())?;
                 self.norm(norm, y, Some(x))?
             }
         })

@@ -104,7 +104,7 @@ impl Matrix {
         }
     }
 
-    fn of(&self, ctx: &Ctx, x: Tensor<2>, epilogue: Epilogue<2>) -> Result<Tensor<2>, OpError> {
+    fn apply(&self, ctx: &Ctx, x: Tensor<2>, epilogue: Epilogue<2>) -> Result<Tensor<2>, OpError> {
         match self {
             Self::Dense(weight) => linear(ctx, x, weight.clone().transpose(), epilogue),
             Self::Quantized(weight) => quantized_linear(ctx, x, weight, epilogue),
@@ -155,7 +155,7 @@ impl Projection {
 
     /// Computes `[rows, n]` from x `[rows, k]`. The epilogue's bias is the projection's own. A norm in the
     /// epilogue requires [`Projection::takes_norm`].
-    pub(super) fn of(
+    pub(super) fn apply(
         &self,
         ctx: &Ctx,
         x: Tensor<2>,
@@ -163,11 +163,11 @@ impl Projection {
     ) -> Result<Tensor<2>, OpError> {
         let Some(unmerged) = &self.unmerged else { return self.matrices_of(ctx, x, epilogue) };
         let Some(activation) = epilogue.activation else {
-            let residual = Some(unmerged.of(ctx, x.clone(), epilogue.residual)?);
+            let residual = Some(unmerged.apply(ctx, x.clone(), epilogue.residual)?);
             return self.matrices_of(ctx, x, Epilogue { residual, ..epilogue });
         };
         // The activation applies to the sum with the LoRA.
-        let residual = Some(unmerged.of(ctx, x.clone(), None)?);
+        let residual = Some(unmerged.apply(ctx, x.clone(), None)?);
         let plain = Epilogue { residual, activation: None, gate: None, ..epilogue };
         let y = activate(self.matrices_of(ctx, x, plain)?, activation, epilogue.gate)?;
         Ok(match epilogue.residual {
@@ -211,7 +211,7 @@ impl Projection {
     ) -> Result<Tensor<2>, OpError> {
         let dense = matches!(matrix, Matrix::Dense(_));
         let tf32 = self.tf32 && dense && x.dims()[0] > MAX_EXACT_ROWS;
-        matrix.of(ctx, x, Epilogue { tf32, ..epilogue })
+        matrix.apply(ctx, x, Epilogue { tf32, ..epilogue })
     }
 
     /// Computes the projection in f32 for any dtype of x, with the norm fused if given.
@@ -223,11 +223,11 @@ impl Projection {
     ) -> Result<Tensor<2>, OpError> {
         let wide = Some(FloatDType::F32);
         if self.matrices.iter().all(|matrix| matches!(matrix, Matrix::Dense(_))) {
-            return self.of(ctx, x, Epilogue { out: wide, norm, ..Epilogue::default() });
+            return self.apply(ctx, x, Epilogue { out: wide, norm, ..Epilogue::default() });
         }
         // Matmuls with quantised weights return the dtype of x.
         let epilogue = Epilogue { norm, ..Epilogue::default() };
-        Ok(self.of(ctx, x, epilogue)?.cast(FloatDType::F32))
+        Ok(self.apply(ctx, x, epilogue)?.cast(FloatDType::F32))
     }
 }
 
@@ -305,9 +305,9 @@ impl Ffn {
         Ok(match self {
             Self::Gated { gate, up, down } => {
                 let own = Epilogue { norm: norm.clone(), ..Epilogue::default() };
-                let up = up.of(ctx, y.clone(), own)?;
+                let up = up.apply(ctx, y.clone(), own)?;
                 let gated = Epilogue { activation, gate: Some(up), norm, ..Epilogue::default() };
-                (gate.of(ctx, y, gated)?, down)
+                (gate.apply(ctx, y, gated)?, down)
             }
             Self::Joint { both, bias, down, .. } => {
                 let bias = bias.clone();
@@ -315,7 +315,7 @@ impl Ffn {
                 (quantized_glu(ctx, y, both, epilogue)?, down)
             }
             Self::Plain { up, down } => {
-                (up.of(ctx, y, Epilogue { activation, norm, ..Epilogue::default() })?, down)
+                (up.apply(ctx, y, Epilogue { activation, norm, ..Epilogue::default() })?, down)
             }
         })
     }
@@ -331,7 +331,7 @@ impl Ffn {
     ) -> Result<(Tensor<2>, &Projection), OpError> {
         let of = |projection: &Projection, from: usize| {
             let residual = more(from..from + projection.rows())?;
-            projection.of(ctx, y.clone(), Epilogue { residual, ..Epilogue::default() })
+            projection.apply(ctx, y.clone(), Epilogue { residual, ..Epilogue::default() })
         };
         Ok(match self {
             Self::Plain { up, down } => (activate(of(up, 0)?, activation, None)?, down),
@@ -343,7 +343,7 @@ impl Ffn {
                 let rows = both.shape()[0];
                 let mut residual = more(0..rows)?;
                 if let Some(unmerged) = unmerged {
-                    residual = Some(unmerged.of(ctx, y.clone(), residual)?);
+                    residual = Some(unmerged.apply(ctx, y.clone(), residual)?);
                 }
                 let epilogue = Epilogue { bias: bias.clone(), residual, ..Epilogue::default() };
                 let both = quantized_linear(ctx, y, both, epilogue)?;

@@ -22,7 +22,7 @@ pub(super) struct Step {
 
 impl Step {
     /// Creates a step of the same number of tokens per sequence; `lengths` are the positions before it.
-    pub(super) fn of(tokens: &[&[u32]], lengths: &[usize], device: &Device) -> Self {
+    pub(super) fn new(tokens: &[&[u32]], lengths: &[usize], device: &Device) -> Self {
         let [batch, seq] = [tokens.len(), tokens[0].len()];
         let word = |word: &usize| (*word as u32).cast_signed();
         let ids: Vec<i32> = tokens.concat().into_iter().map(u32::cast_signed).collect();

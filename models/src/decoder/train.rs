@@ -398,7 +398,7 @@ impl Decoder {
             (Some(delta), Some(residual)) => Some(delta + residual),
             (delta, residual) => delta.or(residual),
         };
-        self.paced(of.of(&self.ctx, y, Epilogue { residual, ..Epilogue::default() })?)
+        self.paced(of.apply(&self.ctx, y, Epilogue { residual, ..Epilogue::default() })?)
     }
 
     /// Returns s·(y·Aᵀ)·Bᵀ for some rows of a block, 0 for modules without factors; none if no module has

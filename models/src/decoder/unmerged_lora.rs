@@ -21,7 +21,7 @@ pub(super) struct UnmergedLora {
 
 impl UnmergedLora {
     /// Returns residual + (x·Aᵀ)·Bᵀ, `[rows, n]` for x `[rows, k]`.
-    pub(super) fn of(
+    pub(super) fn apply(
         &self,
         ctx: &Ctx,
         x: Tensor<2>,

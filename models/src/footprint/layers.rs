@@ -152,7 +152,7 @@ impl<'a> Rows<'a> {
         result
     }
 
-    /// Counts `Projection::of`, with the matmuls of an unmerged LoRA.
+    /// Counts `Projection::apply`, with the matmuls of an unmerged LoRA.
     fn projection(self, live: &mut Liveness, [n, k]: [u128; 2]) -> u128 {
         let dtype = self.precision.dtype;
         let delta = match self.precision.lora_columns as u128 {

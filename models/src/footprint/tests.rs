@@ -18,7 +18,7 @@ const CPU: MemoryProfile = MemoryProfile { captures: false, processors: 0, ..DEN
 const MIB: u128 = 1 << 20;
 const SMALL_PAGE: u128 = 8 * MIB;
 
-fn of(
+fn footprint_of(
     name: &str,
     precision: ModelPrecision,
     workload: &Workload,
@@ -31,7 +31,8 @@ fn of(
 
 #[test]
 fn llama_3_8b_takes_what_it_is_known_to() {
-    let llama = |precision, workload: &Workload| of("llama-3-8b", precision, workload, CUDA);
+    let llama =
+        |precision, workload: &Workload| footprint_of("llama-3-8b", precision, workload, CUDA);
     let one = Workload::new(1, 8192);
     let dense = llama(BF16, &one);
     assert_eq!(dense.weights, 2 * 8_030_261_248);
@@ -72,7 +73,7 @@ fn llama_3_8b_takes_what_it_is_known_to() {
 #[test]
 fn a_graph_keeps_the_tensors_of_a_step() {
     let steps = |precision, batch, profile| {
-        of("llama-3-8b", precision, &Workload::new(batch, 8192), profile).graph
+        footprint_of("llama-3-8b", precision, &Workload::new(batch, 8192), profile).graph
     };
     // Two norms per layer and the final one, qkv, queries, attention, out, gate and up, down; logits; two
     // splits of qkv, out, down, and of gate and up.
@@ -96,7 +97,7 @@ fn a_graph_keeps_the_tensors_of_a_step() {
 fn splits_of_k_fill_the_processors() {
     // Four splits of 512 x 2048 are 128 tiles, for 132 processors.
     let prompt = Workload::new(1, 512);
-    let activations = |profile| of("llama-3.2-1b", BF16, &prompt, profile).activations;
+    let activations = |profile| footprint_of("llama-3.2-1b", BF16, &prompt, profile).activations;
     let x = 512 * 2048 * 2;
     assert_eq!(activations(CUDA), 2 * x + 512 * 2 * (2048 + 8192) + 4 * 4 * 512 * 2048);
     assert_eq!(activations(CPU), 2 * x + 512 * 2 * (2048 + 2 * 8192));
@@ -127,7 +128,8 @@ fn logits_of_all_rows_take_no_more_than_was_planned() {
                 let x = (config.hidden * rows) as u128 * precision.size();
                 let row = Rows::new(&config, precision, profile, 1).logits_bytes();
                 let logits = at_once as u128 * row;
-                let planned = of(name, precision, &Workload::new(1, rows), profile).activations;
+                let planned =
+                    footprint_of(name, precision, &Workload::new(1, rows), profile).activations;
                 assert!(at_once == 1 || x + logits <= planned, "{name}: {logits} {planned}");
             }
         }
@@ -143,7 +145,7 @@ fn logits_of_all_rows_take_no_more_than_was_planned() {
 fn unmerged_lora_adds_its_matmuls() {
     let adapted = |name, weight_format| {
         let precision = ModelPrecision { weight_format, lora_columns: 32, ..BF16 };
-        of(name, precision, &Workload::new(1, 2048), CPU).activations
+        footprint_of(name, precision, &Workload::new(1, 2048), CPU).activations
     };
     let x = 2048 * 2 * 4096;
     let inner = 2048 * 2 * 14_336;
@@ -163,7 +165,7 @@ fn training(batch: usize, context: usize, training: Training) -> Workload {
 fn training_llama_3_8b_takes_what_it_is_known_to() {
     let of = |precision, recompute| {
         let options = Training { recompute, ..Training::default() };
-        of("llama-3-8b", precision, &training(4, 512, options), CUDA)
+        footprint_of("llama-3-8b", precision, &training(4, 512, options), CUDA)
     };
     let made = of(NF4, Recompute::Layers);
     // 41,943,040 values, the same count as PEFT's.
@@ -185,7 +187,7 @@ fn training_llama_3_8b_takes_what_it_is_known_to() {
 #[test]
 fn more_takes_more() {
     for name in shapes::names() {
-        let total = |workload: Workload| of(name, NF4, &workload, CUDA).total();
+        let total = |workload: Workload| footprint_of(name, NF4, &workload, CUDA).total();
         let one = |batch, context| total(Workload::new(batch, context));
         assert!(one(1, 64) < one(1, 1000) && one(1, 1000) < one(3, 1000), "{name}");
         let lora = |rank| LoraOptions { rank, ..LoraOptions::default() };

@@ -29,12 +29,12 @@ pub(super) struct Times {
 
 impl Times {
     pub(super) fn now() -> Option<Self> {
-        Self::of(&fs::read_to_string("/proc/stat").ok()?)
+        Self::parse(&fs::read_to_string("/proc/stat").ok()?)
     }
 
     /// Parses the first line of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal. Later
     /// numbers are already part of user and nice.
-    fn of(stat: &str) -> Option<Self> {
+    fn parse(stat: &str) -> Option<Self> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let ticks: Option<Vec<u64>> =
             line.split_whitespace().take(8).map(|word| word.parse().ok()).collect();
@@ -99,7 +99,7 @@ fn unread(file: &str) -> Lack {
 
 /// Returns the bytes that are not available, and the total.
 fn memory_of(meminfo: &str) -> Option<(u64, u64)> {
-    let HostMemory { total, free } = HostMemory::of(meminfo)?;
+    let HostMemory { total, free } = HostMemory::parse(meminfo)?;
     Some((total.saturating_sub(free), total))
 }
 
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn load_is_what_was_between_two_texts() {
-        let of = |text: &str| Times::of(text).expect("a line of all cores");
+        let of = |text: &str| Times::parse(text).expect("a line of all cores");
         let before = of("cpu  100 0 50 800 50 0 0 0 7 0\ncpu0 100 0 50 800 50 0 0 0 7 0\n");
         let after = of("cpu  130 10 60 840 60 0 0 0 9 0\n");
         assert_eq!(before, Times { idle: 850, all: 1000 });
@@ -119,7 +119,7 @@ mod tests {
         let waited = of("cpu  200 0 50 800 40 0 0 0 0 0\n");
         assert_eq!(waited.busy_since(before), Some(100.0), "iowait went back");
         for bad in ["", "cpu0 1 2 3 4", "cpu  1 2 3", "cpu  1 2 x 4"] {
-            assert_eq!(Times::of(bad), None, "{bad}");
+            assert_eq!(Times::parse(bad), None, "{bad}");
         }
     }
 

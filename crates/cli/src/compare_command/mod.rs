@@ -97,8 +97,8 @@ impl<'a> Task<'a> {
         let mut reference = None;
         let mut rows = Vec::new();
         for device in &chosen.devices {
-            for subject in Subject::of(device.backend, self.args) {
-                let mut row = Row::of(subject, device);
+            for subject in Subject::for_backend(device.backend, self.args) {
+                let mut row = Row::new(subject, device);
                 row.failure = self.fill(subject, &mut row, &mut reference).err();
                 rows.push(row);
             }
@@ -205,7 +205,7 @@ struct Row {
 }
 
 impl Row {
-    fn of(subject: Subject, device: &Device) -> Self {
+    fn new(subject: Subject, device: &Device) -> Self {
         Self {
             name: subject.to_string(),
             backend: subject.backend,
@@ -290,7 +290,7 @@ mod tests {
             software: false,
         };
         let subject = Subject { backend, quant: "none", kv: "float" };
-        Row { name: name.into(), ..Row::of(subject, &device) }
+        Row { name: name.into(), ..Row::new(subject, &device) }
     }
 
     fn args(folder: &Path, more: &[&str]) -> CompareArgs {

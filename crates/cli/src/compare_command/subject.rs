@@ -17,7 +17,7 @@ pub(super) struct Subject {
 
 impl Subject {
     /// Lists every precision of a backend, with weight formats in the outer loop.
-    pub(super) fn of(backend: Backend, args: &CompareArgs) -> impl Iterator<Item = Self> {
+    pub(super) fn for_backend(backend: Backend, args: &CompareArgs) -> impl Iterator<Item = Self> {
         let caches = &args.kv_cache.0;
         let of = move |quant| caches.iter().map(move |&kv| Self { backend, quant, kv });
         args.quant.0.iter().copied().flat_map(of)

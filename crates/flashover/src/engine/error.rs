@@ -7,6 +7,7 @@ use crate::memory::PlanError;
 
 /// Error of a generation.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum GenerateError {
     /// Tokens or positions do not fit the model, or the device does not run an op.
     #[error(transparent)]

@@ -72,7 +72,7 @@ impl Ceilings {
         let failed = |e: TimingError| engine.failed(e.to_string());
         // As in the bench's tables, p10: close to the best, and independent of a single sample.
         let best = |timing: &Timing| {
-            Summary::of(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
+            Summary::from_samples(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
         };
         let (bytes, timing) = ceiling::time_copy(device.arch()).map_err(failed)?;
         let precision = match DType::from(engine.decoder().dtype()) {
@@ -135,7 +135,7 @@ impl Speed {
     }
 
     fn median_ns(&self) -> f64 {
-        Summary::of(&self.samples_ns).map_or(f64::NAN, |summary| summary.median)
+        Summary::from_samples(&self.samples_ns).map_or(f64::NAN, |summary| summary.median)
     }
 }
 

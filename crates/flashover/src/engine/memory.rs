@@ -149,6 +149,6 @@ impl Engine {
 
     /// Returns the failure behind a message of the device.
     pub(super) fn failed(&self, why: String) -> DeviceError {
-        DeviceError::of(&self.0.device, why)
+        DeviceError::new(&self.0.device, why)
     }
 }

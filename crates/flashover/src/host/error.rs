@@ -7,6 +7,7 @@ use super::tensor::TensorError;
 
 /// Error of an op on host tensors.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HostOpError {
     /// No op has this name.
     #[error("unknown op `{0}`\nhint: use matmul or attention")]
@@ -106,7 +107,7 @@ mod tests {
         let lhs = Operand { stride: 3, ..lhs };
         let narrow = MatmulProblem { lhs, ..problem }.checked().expect_err("rows overlap");
         let arch = arch::ArchProfile::recorded("rtx4090").expect("recorded");
-        let key = tune::Key::of::<Matmul>(&arch.id, &problem);
+        let key = tune::Key::new::<Matmul>(&arch.id, &problem);
         let tuning = TuneError::AllFailed { key, first: "out of memory".to_owned() };
         let errors: [HostOpError; 6] = [
             OpError::from(narrow).into(),

@@ -13,6 +13,7 @@ pub struct HostTensor {
 
 /// Error of a tensor whose bytes do not match its shape, or whose values are not floats.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum TensorError {
     /// The number of bytes does not match the shape.
     #[error(

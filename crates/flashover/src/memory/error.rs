@@ -4,6 +4,7 @@ use super::plan::{Plan, formatted};
 
 /// Error of planning a workload.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PlanError {
     /// The model and its workload need more memory than the device or the budget has.
     #[error("{0}\nhint: {advice}", advice = .0.advice())]

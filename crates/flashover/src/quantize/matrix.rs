@@ -27,7 +27,7 @@ impl Matrix {
     ///
     /// # Errors
     /// The tensor is already quantised, or larger than any kernel supports.
-    pub(super) fn of(
+    pub(super) fn read(
         checkpoint: &Checkpoint,
         name: &str,
         transposed: bool,

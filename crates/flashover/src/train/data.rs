@@ -29,6 +29,7 @@ pub struct Dataset {
 
 /// The reason that a file has no examples.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DatasetError {
     /// The file cannot be read.
     #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]

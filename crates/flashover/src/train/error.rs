@@ -6,6 +6,7 @@ use crate::memory::PlanError;
 
 /// Error of training an adapter.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TrainError {
     /// The model cannot be loaded.
     #[error(transparent)]

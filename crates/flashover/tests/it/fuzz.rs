@@ -98,7 +98,7 @@ fn pointers(value: &Value, at: &str, all: &mut Vec<String>) {
 }
 
 impl Changes {
-    fn of(&self, text: &str) -> Vec<u8> {
+    fn apply(&self, text: &str) -> Vec<u8> {
         let mut value: Value = serde_json::from_str(text).expect("a fixture");
         for (at, change) in &self.values {
             let mut all = Vec::new();
@@ -220,7 +220,7 @@ fn files_of_models(name: &str, cases: u32) {
     run(cases, (any::<Index>(), changes()), |(at, changes)| {
         let (folder, file) = &folders[at.index(folders.len())];
         let text = fs::read_to_string(file).expect("a fixture");
-        fs::write(folder.path().join(name), changes.of(&text)).expect("writable");
+        fs::write(folder.path().join(name), changes.apply(&text)).expect("writable");
         let Some(model) = told(ModelFolder::open(folder.path()))? else { return Ok(()) };
         for training in [None, Some(Training::default())] {
             let workload = Workload { training, ..Workload::new(3, 100) };
@@ -255,7 +255,7 @@ fn adapters() {
     let config = String::from_utf8(config).expect("JSON");
     let folder = tempfile::tempdir().expect("a folder");
     run(300, (changes(), changes()), |(changes, damage)| {
-        fs::write(folder.path().join("adapter_config.json"), changes.of(&config))
+        fs::write(folder.path().join("adapter_config.json"), changes.apply(&config))
             .expect("writable");
         let mut weights = weights.clone();
         damage.damage(&mut weights);
@@ -276,7 +276,7 @@ fn examples() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("data.jsonl");
     run(400, prop::collection::vec((any::<Index>(), changes()), 1..4), |chosen| {
-        let line = |(at, changes): &(Index, Changes)| changes.of(lines[at.index(lines.len())]);
+        let line = |(at, changes): &(Index, Changes)| changes.apply(lines[at.index(lines.len())]);
         let text: Vec<_> = chosen.iter().map(line).collect();
         fs::write(&file, text.join(&b'\n')).expect("writable");
         told(Dataset::open(&file, &model, 64)).map(drop)

@@ -117,13 +117,13 @@ pub fn attention_backward(
     if q.dims().contains(&0) || k.dims().contains(&0) {
         return Ok([q, k, v].map(|tensor| tensor.zeros_like()));
     }
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let saved = Saved {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
-        mask: Masking::of(mask.map(Tensor::into_dispatch)),
-        bias: Optional::of(bias.map(Tensor::into_dispatch)),
+        mask: Masking::from_tensor(mask.map(Tensor::into_dispatch)),
+        bias: Optional::from_tensor(bias.map(Tensor::into_dispatch)),
         out: out.into_dispatch(),
         lse: lse.into_dispatch(),
     };
@@ -300,13 +300,13 @@ fn attend(
         });
         return Ok((Tensor::<4>::zeros(shape, &device).cast(q.dtype()), lse));
     }
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let (out, lse) = <Dispatch as AttentionOps>::attend(
         q.into_dispatch(),
         k.into_dispatch(),
         v.into_dispatch(),
-        Masking::of(mask.map(Tensor::into_dispatch)),
-        Optional::of(bias.map(Tensor::into_dispatch)),
+        Masking::from_tensor(mask.map(Tensor::into_dispatch)),
+        Optional::from_tensor(bias.map(Tensor::into_dispatch)),
         asked,
         call.clone(),
     );
@@ -361,13 +361,13 @@ pub(crate) enum Masking<B: Backend> {
 }
 
 impl<B: Backend> Masking<B> {
-    fn of(tensor: Option<BoolTensor<B>>) -> Self {
+    fn from_tensor(tensor: Option<BoolTensor<B>>) -> Self {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
     /// Returns the same mask on another backend.
     fn map<C: Backend>(self, of: impl Fn(BoolTensor<B>) -> BoolTensor<C>) -> Masking<C> {
-        Masking::of(self.into_option().map(of))
+        Masking::from_tensor(self.into_option().map(of))
     }
 
     fn into_option(self) -> Option<BoolTensor<B>> {
@@ -619,7 +619,7 @@ impl<B: AttentionOps> Backward<B, 3> for Attend {
     ) {
         let state = ops.state;
         let dout = gradients.consume::<B>(&ops.node);
-        let call = Call::of(&state.ctx);
+        let call = Call::new(&state.ctx);
         let [q, k, v] = state.nodes.map(|node| checkpointer.retrieve_node_output(node));
         let State { mask, bias, out, lse, asked, .. } = state;
         let saved = Saved { q, k, v, mask, bias, out, lse };

@@ -129,7 +129,7 @@ fn tracked<B: QuantizedOps + MatmulOps, C: CheckpointStrategy>(
     let nodes = [x.node(), bias.as_ref().unwrap_or(&x).node()];
     let parts = Parts::bias(bias.map(|b| b.into_primitive()));
     let multiply = |x| B::multiply_quantized(x, packed, parts, spec, call);
-    match Product.prepare::<C>(nodes).compute_bound().stateful() {
+    match QuantizedMatmulBackward.prepare::<C>(nodes).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish(saved, multiply(x.into_primitive())),
         OpsKind::UnTracked(prep) => prep.finish(multiply(x.into_primitive())),
     }
@@ -137,7 +137,7 @@ fn tracked<B: QuantizedOps + MatmulOps, C: CheckpointStrategy>(
 
 /// Parents of a matmul's node: x and bias; x stands in for an absent bias.
 #[derive(Debug)]
-struct Product;
+struct QuantizedMatmulBackward;
 
 /// State that the gradients need.
 #[derive(Clone)]
@@ -154,7 +154,7 @@ impl<B: Backend> std::fmt::Debug for Saved<B> {
     }
 }
 
-impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for Product {
+impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for QuantizedMatmulBackward {
     type State = Saved<B>;
 
     fn backward(
@@ -167,7 +167,7 @@ impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for Product {
         let Saved { packed, spec: Spec { weight, dtype, .. }, biased, ctx } = ops.state;
         let dout = gradients.consume::<B>(&ops.node);
         if let Some(node) = to_x {
-            let call = Call::of(&ctx);
+            let call = Call::new(&ctx);
             let dense = B::dequantize_weight(packed, weight, dtype, call.clone());
             // Burn's backward pass cannot return an error.
             if let Some(e) = call.failed() {

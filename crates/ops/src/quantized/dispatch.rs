@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::server::Handle;
 use kernels::matmul::{Activation, Epilogue};
 use kernels::norm::NormProblem;
-use kernels::quantized::{Launcher, Product, ProductOperands, Weight};
+use kernels::quantized::{Launcher, QuantizedMatmul, QuantizedMatmulOperands, Weight};
 use tune::Kernel;
 
 use crate::call::{Call, Parts, empty_like, float_of, size_of};
@@ -152,7 +152,7 @@ impl QuantizedOps for CubeBackend {
             };
             let norm = spec.norm.map(|norm| norm.kind);
             let (m, dtype, glu) = (size_of(m)?, spec.dtype, spec.glu);
-            let mut product = Product { m, dtype, epilogue, glu, norm };
+            let mut product = QuantizedMatmul { m, dtype, epilogue, glu, norm };
             let takes = norm.is_none() || spec.weight.takes_norm(device.profile(), &product)?;
             let (x, parts, norm) = if takes {
                 let norm = parts.norm_buffers(spec.norm);
@@ -162,7 +162,7 @@ impl QuantizedOps for CubeBackend {
                 let (x, parts) = normalised(x, parts, spec.norm, &call);
                 (x, parts, None)
             };
-            let operands = ProductOperands {
+            let operands = QuantizedMatmulOperands {
                 x: x.handle.clone(),
                 weight: packed.handles(&spec.weight),
                 out: out.handle.clone(),

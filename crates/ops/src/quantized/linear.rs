@@ -116,17 +116,18 @@ fn run<const D: usize>(
         return Ok(Tensor::<D>::zeros(shape, &x.device()).cast(need));
     }
     let rows: usize = have[..D - 1].iter().product();
-    let flat =
-        |t: Option<Tensor<D>>| Optional::of(t.map(|t| t.reshape([rows, columns]).into_dispatch()));
+    let flat = |t: Option<Tensor<D>>| {
+        Optional::from_tensor(t.map(|t| t.reshape([rows, columns]).into_dispatch()))
+    };
     let parts = Parts {
-        bias: Optional::of(bias.map(Tensor::into_dispatch)),
+        bias: Optional::from_tensor(bias.map(Tensor::into_dispatch)),
         gate: flat(gate),
         residual: flat(residual),
-        norm: Optional::of(norm.map(|norm| norm.weight.into_dispatch())),
+        norm: Optional::from_tensor(norm.map(|norm| norm.weight.into_dispatch())),
     };
     let x = x.reshape([rows, k]).into_dispatch();
     let spec = Spec { weight: weight.weight, dtype, activation, glu, norm: problem };
-    let call = Call::of(ctx);
+    let call = Call::new(ctx);
     let made = <Dispatch as QuantizedOps>::multiply_quantized(
         x,
         weight.packed(),

@@ -20,7 +20,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use checkpoint::Encoded;
 use kernels::norm::NormKind;
-use kernels::quantized::{InvalidWeight, Product, Weight};
+use kernels::quantized::{InvalidWeight, QuantizedMatmul, Weight};
 use quant::Scheme;
 
 pub use linear::{
@@ -72,7 +72,7 @@ impl QuantizedWeight {
         on_cubecl(&device)?;
         let dtype = float_of(weight.dtype())?;
         let target = target(&weight.dims(), scheme.into())?;
-        let call = Call::of(ctx);
+        let call = Call::new(ctx);
         let packed = <Dispatch as QuantizedOps>::quantize_weight(
             weight.into_dispatch(),
             target,
@@ -170,7 +170,7 @@ impl QuantizedWeight {
     /// # Errors
     /// [`OpError::NotFloat`] for a dtype other than f32, f16 or bf16.
     pub fn dequantize(&self, ctx: &Ctx, dtype: FloatDType) -> Result<Tensor<2>, OpError> {
-        let (call, out) = (Call::of(ctx), float_of(dtype.into())?);
+        let (call, out) = (Call::new(ctx), float_of(dtype.into())?);
         let dense = <Dispatch as QuantizedOps>::dequantize_weight(
             self.packed(),
             self.weight,
@@ -199,7 +199,7 @@ impl QuantizedWeight {
                 return Ok(None);
             };
             let weights = [joined.weight, part.weight];
-            let call = Call::of(ctx);
+            let call = Call::new(ctx);
             let (one, two) = (joined.packed(), part.packed());
             let both = <Dispatch as QuantizedOps>::join_weights(one, two, weights, call.clone());
             match call.failed() {
@@ -245,7 +245,8 @@ impl QuantizedWeight {
     ) -> Result<bool, OpError> {
         let device = ctx.device(&cube_of(&x.device())?)?;
         let (m, dtype) = (size_of(x.dims()[0])?, float_of(x.dtype())?);
-        let product = Product { m, dtype, epilogue: Default::default(), glu, norm: Some(kind) };
+        let product =
+            QuantizedMatmul { m, dtype, epilogue: Default::default(), glu, norm: Some(kind) };
         Ok(self.weight.takes_norm(device.profile(), &product)?)
     }
 
@@ -353,7 +354,7 @@ fn reorder(
     if from == to {
         return Ok(tensor);
     }
-    let (call, tensor) = (Call::of(ctx), tensor.into_dispatch());
+    let (call, tensor) = (Call::new(ctx), tensor.into_dispatch());
     let made = <Dispatch as QuantizedOps>::reorder_weight(tensor, buffer, [from, to], call.clone());
     call.failed().map_or_else(|| Ok(Tensor::from_dispatch(made)), Err)
 }

@@ -77,7 +77,7 @@ impl Number for f64 {
 }
 
 impl Activation {
-    pub(super) fn of<T: Number>(self, x: T) -> T {
+    pub(super) fn apply<T: Number>(self, x: T) -> T {
         let one = T::from(1.0);
         match self {
             Self::Silu => x / (one + (-x).exp()),
@@ -91,7 +91,7 @@ impl Activation {
 
     /// Applies the function to one value in f64.
     pub(crate) fn exact(self, x: f64) -> f64 {
-        self.of(x)
+        self.apply(x)
     }
 }
 

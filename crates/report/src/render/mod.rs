@@ -18,7 +18,7 @@ pub(crate) use data::{csv, json};
 pub use format::{digits, error};
 pub(crate) use format::{millis, ratio};
 pub(crate) use html::page;
-pub use readme::readme;
+pub use readme::{readme, speed};
 pub use table::{Align, Style, Table};
 pub(crate) use text::{document, notes};
 pub use training::{TrainingStep, training};

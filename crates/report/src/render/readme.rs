@@ -1,4 +1,4 @@
-//! Renders the tables of benches/RESULTS.md.
+//! Renders the tables of benches/RESULTS.md and of the README.
 
 use record::Record;
 
@@ -20,6 +20,24 @@ pub fn readme(records: &[Record], by_precision: bool) -> Option<String> {
         .map(|table| table.render(Style::Markdown))
         .collect();
     (!shown.is_empty()).then(|| shown.join("\n"))
+}
+
+/// Renders records of several devices, each with the device's name, as one Markdown table.
+pub fn speed(records: &[(Record, &str)]) -> String {
+    let mut table = Table::new([
+        ("case", Align::Left),
+        ("median ms", Align::Right),
+        ("rate", Align::Right),
+        ("speed vs peers", Align::Left),
+        ("device", Align::Left),
+        ("date", Align::Left),
+    ]);
+    for (record, device) in records {
+        let date = record.date.split('T').next().unwrap_or_default().to_owned();
+        let median = record.median_ns.map(millis).unwrap_or_default();
+        table.row([record.case(), median, rate(record), peers(record), (*device).to_owned(), date]);
+    }
+    table.render(Style::Markdown)
 }
 
 /// Table of cases, without requests.

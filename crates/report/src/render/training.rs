@@ -110,9 +110,9 @@ fn table(steps: &[TrainingStep]) -> Table {
     table
 }
 
-/// Returns evenly spaced steps, at most `most` and the last one.
-fn thinned(steps: &[TrainingStep], most: usize) -> impl Iterator<Item = &TrainingStep> {
-    let stride = steps.len().div_ceil(most).max(1);
+/// Returns evenly spaced steps, at most `max` and the last one.
+fn thinned(steps: &[TrainingStep], max: usize) -> impl Iterator<Item = &TrainingStep> {
+    let stride = steps.len().div_ceil(max).max(1);
     let last = steps.len().saturating_sub(1);
     steps
         .iter()

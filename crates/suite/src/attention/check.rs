@@ -125,7 +125,7 @@ fn verdict(device: &Device, case: &EdgeCase, host: &Host) -> Result<Verdict, Che
         let (bias, mask) = host.scores(p, &part);
         let scores = Scores { bias: bias.as_deref(), mask: mask.as_deref() };
         let reference = part.reference(p);
-        comparisons.push(reference.check(host.of(p, &part), scores, &values, sums.as_deref())?);
+        comparisons.push(reference.check(host.qkv(p, &part), scores, &values, sums.as_deref())?);
     }
     Ok(Verdict { comparison: Comparison::worst(comparisons), digest: digest(&out) })
 }
@@ -231,7 +231,7 @@ impl Host {
     }
 
     /// q, k and v from the first position of `part` on.
-    pub(crate) fn of(&self, p: &AttentionProblem, part: &Part) -> [&[f32]; 3] {
+    pub(crate) fn qkv(&self, p: &AttentionProblem, part: &Part) -> [&[f32]; 3] {
         let from = |s: HeadStrides, seq: u32| seq as usize * s.seq as usize;
         [
             &self.q[from(p.q, part.from_q)..],

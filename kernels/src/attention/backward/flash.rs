@@ -50,7 +50,7 @@ use cubecl::prelude::*;
 use super::Roles;
 use crate::attention::flash::FlashConfig;
 use crate::attention::scores::{Place, Region, Scores};
-use crate::attention::tiles::{Products, accumulate, bytes, copies_of, multiply, pitch, zeros};
+use crate::attention::tiles::{TileMatmul, accumulate, bytes, copies_of, multiply, pitch, zeros};
 use crate::attention::{Dims, Sequences};
 use crate::tile::{
     CopyLane, CopyPlan, TileShape, commit_copies, copy_vector, exp2, global_address, lhs_lane,
@@ -146,8 +146,8 @@ impl FlashPlan {
         CopyPlan { shape, width: 2, units, exact: false }
     }
 
-    const fn products(self) -> Products {
-        Products {
+    const fn tile_matmul(self) -> TileMatmul {
+        TileMatmul {
             frags: self.config.rows as usize / 16,
             pairs: self.config.tile_kv as usize / 16,
             steps: self.head_dim as usize / 16,
@@ -246,13 +246,13 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     #[comptime] plan: FlashPlan,
 ) {
     let (config, side) = comptime!((plan.config, plan.side));
-    let products = comptime!(plan.products());
+    let tile_matmul = comptime!(plan.tile_matmul());
     let (tile_own, tile, stages) = comptime!((config.tile_q(), config.tile_kv, config.stages));
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * 32 + lane;
     let (own_head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
-    let here = sequences.of(dims, batch);
+    let here = sequences.span(dims, batch);
     let (from_own, own_len, from_other, other_len) = if comptime!(side.keys) {
         (here.from_kv, here.seq_kv, here.from_q, here.seq_q)
     } else {
@@ -325,20 +325,20 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let def = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NF) = def.vector_size(MatrixIdent::A);
     let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
-    let mut sum_1 = zeros::<NC>(comptime!(if side.first { products.sums() } else { 0 }));
-    let mut sum_2 = zeros::<NC>(comptime!(if side.second { products.sums() } else { 0 }));
+    let mut sum_1 = zeros::<NC>(comptime!(if side.first { tile_matmul.sums() } else { 0 }));
+    let mut sum_2 = zeros::<NC>(comptime!(if side.second { tile_matmul.sums() } else { 0 }));
 
     let plane_row = plane * config.rows;
     let lane_a = shared + lhs_lane(plane_row, lane, plan.own.shape);
     let lane_b = rhs_lane(0u32.runtime(), lane, plan.other.shape);
-    let lane_c = rhs_lane(0u32.runtime(), lane, comptime!(products.summed()));
+    let lane_c = rhs_lane(0u32.runtime(), lane, comptime!(tile_matmul.summed()));
     let row = first_row + plane_row;
 
     // Statistics of rows lane / 4 and + 8 of each fragment, if rows are queries.
     let mut own_stats = Sequence::<Vector<f32, Const<2>>>::new();
     if comptime!(!side.keys) {
         #[unroll]
-        for r in 0..comptime!(2 * products.frags) {
+        for r in 0..comptime!(2 * tile_matmul.frags) {
             let query = min(row + comptime!(8 * r as u32) + lane / 4, own_len - 1);
             own_stats.push(stats[dims.lse_at(here.from_q + query, batch, own_head)]);
         }
@@ -364,17 +364,17 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
         // 16 bytes hold the statistics of two queries.
         let at_stats = read + comptime!(2 * plan.other.shape.bytes()) + lane % 4 * 16;
 
-        let mut s = zeros::<NC>(comptime!(products.scores()));
-        multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, products);
+        let mut s = zeros::<NC>(comptime!(tile_matmul.scores()));
+        multiply::<F, NF, NC>(&mut s, lane_a, read + lane_b, tile_matmul);
         // Compute g late, after the weights of this tile are summed. With a soft cap it comes
         // earlier, because the slope needs the dot products that the cap overwrites.
-        let mut g = zeros::<NC>(comptime!(if side.first { products.scores() } else { 0 }));
+        let mut g = zeros::<NC>(comptime!(if side.first { tile_matmul.scores() } else { 0 }));
         let (own_2, tile_b) = (lane_a + comptime!(plan.own.shape.bytes()), tile_2 + lane_b);
         let bends = comptime!(scores.rules.softcap);
         if comptime!(side.first && bends) {
             minus_deltas::<NC>(&mut g, &own_stats, at_stats, plan);
-            multiply::<F, NF, NC>(&mut g, own_2, tile_b, products);
-            scores.slope::<NC>(&s, &mut g, comptime!(products.scores()));
+            multiply::<F, NF, NC>(&mut g, own_2, tile_b, tile_matmul);
+            scores.slope::<NC>(&s, &mut g, comptime!(tile_matmul.scores()));
         }
 
         let other = tile_at * tile;
@@ -384,11 +384,11 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
 
         // s = exp2(s - lse)
         #[unroll]
-        for j in 0..comptime!(2 * products.pairs) {
+        for j in 0..comptime!(2 * tile_matmul.pairs) {
             let quad = quad_of(at_stats, j, side);
             #[unroll]
-            for r in 0..comptime!(2 * products.frags) {
-                let fragment = s.index_mut(comptime!(r / 2 * 2 * products.pairs + j));
+            for r in 0..comptime!(2 * tile_matmul.frags) {
+                let fragment = s.index_mut(comptime!(r / 2 * 2 * tile_matmul.pairs + j));
                 let mut pair = fragment[comptime!(r % 2)];
                 #[unroll]
                 for e in 0..2usize {
@@ -403,40 +403,40 @@ pub(super) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             }
         }
         if comptime!(side.second) {
-            accumulate::<F, NF, NC>(&mut sum_2, &s, tile_2 + lane_c, products);
+            accumulate::<F, NF, NC>(&mut sum_2, &s, tile_2 + lane_c, tile_matmul);
         }
 
         // g = s·g
         if comptime!(side.first && !bends) {
             minus_deltas::<NC>(&mut g, &own_stats, at_stats, plan);
-            multiply::<F, NF, NC>(&mut g, own_2, tile_b, products);
+            multiply::<F, NF, NC>(&mut g, own_2, tile_b, tile_matmul);
         }
         if comptime!(side.first) {
             #[unroll]
-            for at in 0..comptime!(products.scores()) {
+            for at in 0..comptime!(tile_matmul.scores()) {
                 #[unroll]
                 for half in 0..2usize {
                     let weights = s.index(at)[half];
                     g.index_mut(at)[half] *= weights;
                 }
             }
-            accumulate::<F, NF, NC>(&mut sum_1, &g, read + lane_c, products);
+            accumulate::<F, NF, NC>(&mut sum_1, &g, read + lane_c, tile_matmul);
         }
         read = next_stage(read, ring, end, comptime!(plan.stage_bytes()));
     }
 
     #[unroll]
-    for r in 0..comptime!(2 * products.frags) {
+    for r in 0..comptime!(2 * tile_matmul.frags) {
         let row = row + comptime!(8 * r as u32) + lane / 4;
         if row < own_len {
             let col = lane % 4 * 2;
             if comptime!(side.first) {
                 let at = roles.out_1.at(from_own + row, batch, own_head) + col as usize;
-                store::<F, NC, NO>(out_1, &sum_1, at, scores.scale, r, products);
+                store::<F, NC, NO>(out_1, &sum_1, at, scores.scale, r, tile_matmul);
             }
             if comptime!(side.second) {
                 let at = roles.out_2.at(from_own + row, batch, own_head) + col as usize;
-                store::<F, NC, NO>(out_2, &sum_2, at, 1.0f32.runtime(), r, products);
+                store::<F, NC, NO>(out_2, &sum_2, at, 1.0f32.runtime(), r, tile_matmul);
             }
         }
     }
@@ -450,13 +450,13 @@ fn minus_deltas<NC: Size>(
     at_stats: u32,
     #[comptime] plan: FlashPlan,
 ) {
-    let (side, products) = comptime!((plan.side, plan.products()));
+    let (side, tile_matmul) = comptime!((plan.side, plan.tile_matmul()));
     #[unroll]
-    for j in 0..comptime!(2 * products.pairs) {
+    for j in 0..comptime!(2 * tile_matmul.pairs) {
         let quad = quad_of(at_stats, j, side);
         #[unroll]
-        for r in 0..comptime!(2 * products.frags) {
-            let fragment = g.index_mut(comptime!(r / 2 * 2 * products.pairs + j));
+        for r in 0..comptime!(2 * tile_matmul.frags) {
+            let fragment = g.index_mut(comptime!(r / 2 * 2 * tile_matmul.pairs + j));
             let mut pair = fragment[comptime!(r % 2)];
             #[unroll]
             for e in 0..2usize {
@@ -480,9 +480,9 @@ fn store<F: Float, NC: Size, NO: Size>(
     at: usize,
     scale: f32,
     #[comptime] r: usize,
-    #[comptime] products: Products,
+    #[comptime] tile_matmul: TileMatmul,
 ) {
-    let cols = comptime!(2 * products.steps);
+    let cols = comptime!(2 * tile_matmul.steps);
     #[unroll]
     for j in 0..cols {
         let pair = sum.index(comptime!(r / 2 * cols + j))[comptime!(r % 2)];

@@ -32,7 +32,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use problem::BackwardProblem;
 
-use super::config::{addresses, flash as tiles, matrices, plane as blocks, serves};
+use super::config::{addresses, flash as tiles, matrices, serves, subgroup as blocks};
 use super::scores::{Scores, ScoresLaunch};
 use super::subgroup::{SubgroupConfig, SubgroupPlan};
 use super::{
@@ -176,7 +176,7 @@ impl Kernel for AttentionBackward {
         arch: &ArchProfile,
         problem: &BackwardProblem,
     ) -> Result<BackwardConfig, Infeasible> {
-        let side = SideConfig::Rows(RowsConfig::of(arch));
+        let side = SideConfig::Rows(RowsConfig::new(arch));
         let config = BackwardConfig { queries: side, keys: side };
         Self::check(arch, problem, &config).map(|()| config)
     }
@@ -228,7 +228,7 @@ impl Kernel for AttentionBackward {
         let rows = p.rows() as usize;
         let [q, k, v, out] = p.extents();
         let [dout, dq, dk, dv] = problem.extents();
-        let spread = RowsConfig::of(queue.profile());
+        let spread = RowsConfig::new(queue.profile());
         let width = problem.width(8);
         // SAFETY: buffer lengths come from the problem, and the kernel stays within its strides.
         unsafe {
@@ -243,9 +243,9 @@ impl Kernel for AttentionBackward {
                 BufferArg::from_raw_parts(operands.dout.clone(), dout / width),
                 BufferArg::from_raw_parts(lse.clone(), rows),
                 BufferArg::from_raw_parts(scratch.clone(), rows),
-                SequencesLaunch::of(p, forward),
-                Dims::of(p, forward),
-                Steps::of(problem.dout, p.varlen),
+                SequencesLaunch::from_operands(p, forward),
+                Dims::launch_args(p, forward),
+                Steps::launch_args(problem.dout, p.varlen),
                 f32::INFINITY,
                 p.head_dim,
                 elem(p.dtype),
@@ -291,10 +291,13 @@ impl Kernel for AttentionBackward {
                     BufferArg::from_raw_parts(scratch.clone(), rows),
                     write(results[0]),
                     write(results[1]),
-                    ScoresLaunch::of(p, forward),
-                    SequencesLaunch::of(p, forward),
-                    Dims::of(p, forward),
-                    Roles::of([own, other, results].map(|pair| pair.map(|(.., s)| s)), p.varlen),
+                    ScoresLaunch::from_problem(p, forward),
+                    SequencesLaunch::from_operands(p, forward),
+                    Dims::launch_args(p, forward),
+                    Roles::launch_args(
+                        [own, other, results].map(|pair| pair.map(|(.., s)| s)),
+                        p.varlen
+                    ),
                     plan.path,
                     types(p),
                 );
@@ -522,8 +525,8 @@ struct Roles {
 }
 
 impl Roles {
-    fn of([own, other, out]: [[HeadStrides; 2]; 3], varlen: bool) -> RolesLaunch {
-        let steps = |s| Steps::of(s, varlen);
+    fn launch_args([own, other, out]: [[HeadStrides; 2]; 3], varlen: bool) -> RolesLaunch {
+        let steps = |s| Steps::launch_args(s, varlen);
         RolesLaunch::new(
             steps(own[0]),
             steps(own[1]),

@@ -23,7 +23,7 @@ impl BackwardProblem {
     ///
     /// # Errors
     /// See [`InvalidAttention`].
-    pub fn of(forward: AttentionProblem) -> Result<Self, InvalidAttention> {
+    pub fn from_forward(forward: AttentionProblem) -> Result<Self, InvalidAttention> {
         let AttentionProblem { q, k, v, out, .. } = forward;
         Self { forward, dout: out, dq: q, dk: k, dv: v }.checked()
     }

@@ -46,7 +46,7 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
     while task < total {
         let (row, own_head) = (task % longest, task / longest % own_heads);
         let batch = task / longest / own_heads;
-        let span = sequences.of(dims, batch);
+        let span = sequences.span(dims, batch);
         let (from_own, own_len, from_other) = if comptime!(side.keys) {
             (span.from_kv, span.seq_kv, span.from_q)
         } else {
@@ -81,7 +81,7 @@ pub(super) fn rows<F: Float, M: Int, NI: Size, NO: Size>(
                     let (query, key) =
                         if comptime!(side.keys) { (other, row) } else { (row, other) };
                     let place = Place { batch, head, row: query, col: key };
-                    let score = scores.of(product, &place, &span, dims);
+                    let score = scores.score(product, &place, &span, dims);
                     // A hidden key has no gradient, but NaN must propagate. (On Vulkan `!=` is
                     // false for NaN.)
                     let hidden = score == scores.hidden;

@@ -28,7 +28,7 @@ pub(super) fn stats<F: Float, N: Size>(
     while task < total {
         let (row, head) = (task % dims.seq_q, task / dims.seq_q % dims.heads);
         let batch = task / dims.seq_q / dims.heads;
-        let span = sequences.of(dims, batch);
+        let span = sequences.span(dims, batch);
         if row < span.seq_q {
             let at = dims.out.at(span.from_q + row, batch, head) / N::value();
             let at_dout = dout_steps.at(span.from_q + row, batch, head) / N::value();

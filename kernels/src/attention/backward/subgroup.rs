@@ -112,7 +112,7 @@ pub(super) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
     let (own_head, batch) = (CUBE_POS_Y, CUBE_POS_Z);
-    let here = sequences.of(dims, batch);
+    let here = sequences.span(dims, batch);
     let (from_own, own_len, from_other, other_len) = if comptime!(side.keys) {
         (here.from_kv, here.seq_kv, here.from_q, here.seq_q)
     } else {
@@ -283,7 +283,7 @@ pub(super) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
                         let (query, key) =
                             if comptime!(side.keys) { (other, row) } else { (row, other) };
                         let place = Place { batch, head, row: query, col: key };
-                        let ruled = scores.of(score, &place, &here, dims);
+                        let ruled = scores.score(score, &place, &here, dims);
                         score = select(query < here.seq_q, ruled, scores.hidden);
                     }
                     let shift = lse.extract(e) * comptime!(-std::f32::consts::LN_2);

@@ -18,7 +18,7 @@ pub(crate) struct CachePlan {
 }
 
 impl CachePlan {
-    pub(super) const fn of(p: &DecodeProblem) -> Self {
+    pub(super) const fn new(p: &DecodeProblem) -> Self {
         Self { block: p.layout.block_size(), quantized: p.quantized() }
     }
 }
@@ -153,7 +153,7 @@ pub(crate) fn bytes(elements: usize, #[comptime] size: u32) -> u64 {
 }
 
 impl Dims {
-    pub(super) fn of(p: &DecodeProblem, splits: u32, tile_kv: u32) -> DimsLaunch {
+    pub(super) fn launch_args(p: &DecodeProblem, splits: u32, tile_kv: u32) -> DimsLaunch {
         let first_tile = (p.longest - p.visible()) / tile_kv;
         let tiles = p.longest.div_ceil(tile_kv) - first_tile;
         let pages = |s: CacheStrides| {
@@ -176,8 +176,8 @@ impl Dims {
             first_tile,
             tiles / splits,
             tiles % splits,
-            Steps::of(p.q, false),
-            Steps::of(p.out, false),
+            Steps::launch_args(p.q, false),
+            Steps::launch_args(p.out, false),
             pages(p.k),
             pages(p.v),
             pages(p.scales),
@@ -186,7 +186,7 @@ impl Dims {
 }
 
 impl CacheLaunch {
-    pub(super) fn of(p: &DecodeProblem, operands: &DecodeOperands) -> Self {
+    pub(super) fn from_operands(p: &DecodeProblem, operands: &DecodeOperands) -> Self {
         let scales = operands.scales.as_ref();
         let len = p.extents()[4];
         // SAFETY: the buffer holds one length per sequence.

@@ -145,7 +145,7 @@ pub(super) fn baseline(
     arch: &ArchProfile,
     problem: &DecodeProblem,
 ) -> Result<DecodeConfig, Infeasible> {
-    let config = DecodeConfig::Rows(RowsConfig::of(arch));
+    let config = DecodeConfig::Rows(RowsConfig::new(arch));
     check(arch, problem, &config).map(|()| config)
 }
 

@@ -119,7 +119,7 @@ pub(crate) fn finish<NC: Size>(
                 let mut pair = fragment[half];
                 #[unroll]
                 for e in 0..2usize {
-                    pair.insert(e, scores.of(pair.extract(e)));
+                    pair.insert(e, scores.score(pair.extract(e)));
                 }
                 fragment[half] = pair;
             }

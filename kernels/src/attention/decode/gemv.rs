@@ -81,7 +81,7 @@ impl GemvPlan {
             chunks: p.shared_rows().div_ceil(rows),
             head_dim: p.head_dim,
             seq_q: p.seq_q,
-            cache: CachePlan::of(p),
+            cache: CachePlan::new(p),
         }
     }
 
@@ -269,7 +269,7 @@ pub(crate) fn gemv<F: Float, C: Numeric, NI: Size, NO: Size>(
                 let key = own_key + comptime!(j as u32);
                 let place = key as i32;
                 let seen = key < end && place <= position[r] && place >= scores.first(position[r]);
-                let score = scores.of(dot * k_scales[j]) * scores.unit();
+                let score = scores.score(dot * k_scales[j]) * scores.unit();
                 s[j] = select(seen, score, scores.hidden);
                 grown = max(grown, s[j]);
             }

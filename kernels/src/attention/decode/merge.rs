@@ -156,7 +156,7 @@ pub(crate) fn merge_planes<F: Float, NO: Size>(
             sum += load_chunk(from, 0u32) * Vector::new(factor);
         }
         if comptime!(plan.has_splits) {
-            let part = Part::of(dims, work, row, plan);
+            let part = Part::new(dims, work, row, plan);
             partials[part.sums(work.part, vector, plan)] = sum;
             // One of the units that share the row.
             if vector == 0 {
@@ -201,7 +201,7 @@ struct Part {
 
 #[cube]
 impl Part {
-    fn of(dims: &Dims, work: &WorkTile, row: u32, #[comptime] plan: SplitPlan) -> Part {
+    fn new(dims: &Dims, work: &WorkTile, row: u32, #[comptime] plan: SplitPlan) -> Part {
         let (i, head) = work.query(dims, row, plan);
         let seq_q = comptime!(plan.seq_q);
         let query = (work.batch * dims.heads + head) * seq_q + i;
@@ -244,7 +244,7 @@ fn merge_splits<F: Float, NO: Size>(
     let at_once = comptime!(16 / own);
     let mut row = u32::cast_from(UNIT_POS_Y);
     while row < work.rows {
-        let part = Part::of(dims, work, row, plan);
+        let part = Part::new(dims, work, row, plan);
         let mut sums = Array::<Vector<f32, Const<4>>>::new(own);
         #[unroll]
         for x in 0..own {

@@ -219,9 +219,9 @@ impl Kernel for Decode {
                 BufferArg::from_raw_parts(operands.out.clone(), out / width_out),
                 BufferArg::from_raw_parts(lse.clone(), lse_len),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
-                CacheLaunch::of(problem, operands),
-                ScoresLaunch::of(problem),
-                Dims::of(problem, plan.splits, plan.tile_kv),
+                CacheLaunch::from_operands(problem, operands),
+                ScoresLaunch::from_problem(problem),
+                Dims::launch_args(problem, plan.splits, plan.tile_kv),
                 plan.path,
                 types(problem),
             );
@@ -237,8 +237,8 @@ impl Kernel for Decode {
                     BufferArg::from_raw_parts(operands.out.clone(), out),
                     BufferArg::from_raw_parts(lse.clone(), lse_len),
                     BufferArg::from_raw_parts(partials.clone(), partials_len),
-                    ScoresLaunch::of(problem),
-                    Dims::of(problem, plan.splits, plan.tile_kv),
+                    ScoresLaunch::from_problem(problem),
+                    Dims::launch_args(problem, plan.splits, plan.tile_kv),
                     problem.head_dim,
                     types(problem)[0],
                 );
@@ -295,7 +295,7 @@ impl Plan {
                 }
             }
             DecodeConfig::Rows(c) => {
-                let plan = RowsPlan { head_dim: p.head_dim, cache: CachePlan::of(p) };
+                let plan = RowsPlan { head_dim: p.head_dim, cache: CachePlan::new(p) };
                 Self {
                     path: Path::Rows(plan),
                     widths: [p.width(RowsConfig::widest(arch)), 1],
@@ -359,20 +359,20 @@ fn decode<F: Float, C: Numeric, NI: Size, NO: Size>(
 }
 
 impl Rules {
-    const fn of(p: &DecodeProblem) -> Self {
+    const fn new(p: &DecodeProblem) -> Self {
         Self { window: p.window.is_some(), softcap: p.softcap.is_some(), lse: p.lse }
     }
 }
 
 impl ScoresLaunch {
-    fn of(p: &DecodeProblem) -> Self {
+    fn from_problem(p: &DecodeProblem) -> Self {
         Self::new(
             p.scale,
             p.softcap.unwrap_or(1.0),
             // Distances are i32; a window of 2^30 positions or more hides nothing.
             p.window.unwrap_or(0).min(i32::MAX as u32 / 2),
             f32::NEG_INFINITY,
-            Rules::of(p),
+            Rules::new(p),
         )
     }
 }

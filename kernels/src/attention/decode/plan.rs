@@ -66,7 +66,7 @@ impl SplitPlan {
             chunks: problem.shared_rows().div_ceil(Self::rows_of(problem)),
             bf16: problem.dtype == arch::DType::Bf16,
             fragments: Self::rows_of(problem) / COLUMNS,
-            cache: CachePlan::of(problem),
+            cache: CachePlan::new(problem),
             tile,
             has_splits: config.splits > 1,
             foreseen: problem.batch == 1,

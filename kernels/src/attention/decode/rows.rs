@@ -61,7 +61,7 @@ pub(crate) fn rows<F: Float, C: Numeric, NI: Size, NO: Size>(
             let from_v = dims.v.at(page, kv_head, row) / NI::value();
             let dot = dot::<C, NI>(&query, k, from_k, vectors);
             let (k_scale, v_scale) = cache.scales(dims, page, kv_head, row);
-            let score = scores.of(dot * k_scale) * scores.unit();
+            let score = scores.score(dot * k_scale) * scores.unit();
             let log2 = std::f32::consts::LN_2;
             // A score of -inf adds nothing, but NaN must propagate. (On Vulkan `!=` is false for
             // NaN.)

@@ -38,7 +38,7 @@ impl Scores {
     }
 
     /// Score for the dot product `dot`, in units of 1 / [`Scores::unit`].
-    pub(crate) fn of(&self, dot: f32) -> f32 {
+    pub(crate) fn score(&self, dot: f32) -> f32 {
         if comptime!(self.rules.softcap) { capped(dot * self.scale, self.softcap) } else { dot }
     }
 

@@ -54,7 +54,7 @@ pub enum Codebook {
 
 impl Codebook {
     /// Returns the codebook of a 4-bit format, or None for other formats.
-    pub const fn of(format: WeightFormat) -> Option<Self> {
+    pub const fn from_format(format: WeightFormat) -> Option<Self> {
         match format {
             WeightFormat::Nf4 => Some(Self::Nf4),
             WeightFormat::Fp4 => Some(Self::Fp4),

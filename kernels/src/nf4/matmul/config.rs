@@ -465,7 +465,7 @@ fn check_dense(
 pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan {
     StreamPlan {
         config: StreamConfig { parts: 1, ..*c },
-        weight: QuantizedPlan::of(&p.weight),
+        weight: QuantizedPlan::new(&p.weight),
         eights: p.m.div_ceil(8) as usize,
         bf16: p.dtype == DType::Bf16,
         glu: p.glu,
@@ -478,7 +478,7 @@ pub(super) fn stream_plan(p: &Nf4MatmulProblem, c: &StreamConfig) -> StreamPlan 
 pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
     FusedPlan {
         config: FusedConfig { parts: 1, ..*c },
-        weight: QuantizedPlan::of(&p.weight),
+        weight: QuantizedPlan::new(&p.weight),
         bf16: p.dtype == DType::Bf16,
         exact: p.m % c.tile_m == 0,
         glu: p.glu,
@@ -489,7 +489,7 @@ pub(super) fn fused_plan(p: &Nf4MatmulProblem, c: &FusedConfig) -> FusedPlan {
 pub(super) fn shared_plan(p: &Nf4MatmulProblem, c: &SharedConfig) -> SharedPlan {
     SharedPlan {
         config: SharedConfig { parts: 1, ..*c },
-        weight: QuantizedPlan::of(&p.weight),
+        weight: QuantizedPlan::new(&p.weight),
         bf16: p.dtype == DType::Bf16,
         exact: p.m % c.tile_m() == 0,
         glu: p.glu,

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::{SPANS, SQUARES_BYTES, StreamPlan};
 use crate::matmul::weight_pair;
-use crate::nf4::product::Dims;
+use crate::nf4::matmul::Dims;
 use crate::tile::{
     CopyPlan, TileShape, commit_copies, copy_vector, global_address, load_fragments, store_shared,
     store_words, typed, wait_copies,

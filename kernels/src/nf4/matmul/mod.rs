@@ -260,7 +260,7 @@ impl Kernel for Nf4Matmul {
     /// Scratch for the sums of split-k, or for [`DensePlaces`].
     fn scratch_bytes(p: &Nf4MatmulProblem, config: &Nf4MatmulConfig) -> u64 {
         match config {
-            Nf4MatmulConfig::Dense(c) => DensePlaces::of(p, c).end,
+            Nf4MatmulConfig::Dense(c) => DensePlaces::new(p, c).end,
             _ => match config.parts() {
                 1 => 0,
                 parts => 4 * u64::from(parts) * u64::from(p.m) * u64::from(p.weight.n),
@@ -289,7 +289,12 @@ impl Kernel for Nf4Matmul {
             None => (&operands.out, 1),
         };
         let finish = match plan.parts {
-            1 => FinishLaunch::of(p.epilogue, epilogue, p.bias_len(), out_len / plan.out_width),
+            1 => FinishLaunch::from_buffers(
+                p.epilogue,
+                epilogue,
+                p.bias_len(),
+                out_len / plan.out_width,
+            ),
             _ => FinishLaunch::nothing(),
         };
         // SAFETY: the extents follow from the problem, and every path checks its edges.
@@ -304,11 +309,16 @@ impl Kernel for Nf4Matmul {
                 plan.code_width,
                 plan.out_width,
                 BufferArg::from_raw_parts(operands.x.clone(), x_len / plan.width),
-                QuantizedValuesLaunch::of(&p.weight, &operands.weight, plan.code_width),
+                QuantizedValuesLaunch::from_buffers(&p.weight, &operands.weight, plan.code_width),
                 BufferArg::from_raw_parts(operands.out.clone(), out_len / plan.out_width),
                 BufferArg::from_raw_parts(partials.clone(), partials_len),
                 finish,
-                NormWeightLaunch::of(p.norm, operands.norm.as_ref(), p.weight.k, plan.width),
+                NormWeightLaunch::from_buffers(
+                    p.norm,
+                    operands.norm.as_ref(),
+                    p.weight.k,
+                    plan.width
+                ),
                 DimsLaunch::new(p.m, p.weight.n, p.weight.k, plan.parts, plan.part_steps),
                 plan.path,
                 elem(p.dtype),
@@ -329,7 +339,7 @@ struct DensePlaces {
 }
 
 impl DensePlaces {
-    fn of(p: &Nf4MatmulProblem, c: &DenseConfig) -> Self {
+    fn new(p: &Nf4MatmulProblem, c: &DenseConfig) -> Self {
         let begins = |bytes: u64| bytes.next_multiple_of(256);
         let result = p.dense().extents()[2] * p.dtype.size();
         let ungated = begins(dequantize::out_bytes(&p.dequantized()) as u64);
@@ -348,7 +358,7 @@ fn launch_dense(
 ) {
     let weight = p.dequantized();
     dequantize::launch(queue, &weight, &c.dequantize, &operands.weight, scratch);
-    let places = DensePlaces::of(p, c);
+    let places = DensePlaces::new(p, c);
     let sums = (places.end > places.sums).then(|| scratch.clone().offset_start(places.sums));
     let multiply = |problem: MatmulProblem, rhs: Handle, out: &Handle, epilogue| {
         let (lhs, out) = (operands.x.clone(), out.clone());

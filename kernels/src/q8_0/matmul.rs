@@ -232,9 +232,9 @@ impl Kernel for Q8_0Matmul {
                     WORDS,
                     1,
                     BufferArg::from_raw_parts(x.clone(), x_len / p.width()),
-                    QuantizedValuesLaunch::of(&p.weight, weight, WORDS),
+                    QuantizedValuesLaunch::from_buffers(&p.weight, weight, WORDS),
                     BufferArg::from_raw_parts(out.clone(), out_len),
-                    FinishLaunch::of(p.epilogue, epilogue, n as usize, out_len),
+                    FinishLaunch::from_buffers(p.epilogue, epilogue, n as usize, out_len),
                     DimsLaunch::new(p.m, n, k),
                     *c,
                     elem(p.dtype),
@@ -250,7 +250,8 @@ impl Kernel for Q8_0Matmul {
                         (sums, out_len * c.parts as usize, FinishLaunch::nothing())
                     }
                     _ => {
-                        let own = FinishLaunch::of(p.epilogue, epilogue, n as usize, out_len);
+                        let own =
+                            FinishLaunch::from_buffers(p.epilogue, epilogue, n as usize, out_len);
                         (out, 1, own)
                     }
                 };
@@ -266,7 +267,7 @@ impl Kernel for Q8_0Matmul {
                         WORDS,
                         1,
                         BufferArg::from_raw_parts(x.clone(), x_len / 4),
-                        QuantizedValuesLaunch::of(&p.weight, weight, WORDS),
+                        QuantizedValuesLaunch::from_buffers(&p.weight, weight, WORDS),
                         BufferArg::from_raw_parts(out.clone(), out_len),
                         BufferArg::from_raw_parts(sums.clone(), sums_len),
                         finish,
