@@ -14,7 +14,7 @@
 /// ```
 /// use flashover::memory::optimal_batch_size;
 ///
-/// 10.5 GB are left next to 3.5 GB of weights, and a sequence takes a fifth of the weights: 0.7 GB.
+/// // 10.5 GB are left next to 3.5 GB of weights, and a sequence takes a fifth of the weights: 0.7 GB.
 /// assert_eq!(optimal_batch_size(3.5, 14.0, 0.2), 15);
 /// assert_eq!(optimal_batch_size(15.0, 14.0, 0.2), 0);
 /// ```

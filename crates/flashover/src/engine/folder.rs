@@ -22,7 +22,7 @@ use crate::prepare::Prepared;
 /// let (prompt, request) = (folder.encode("One day")?, folder.request());
 /// let workload = Some(folder.workload(&[&prompt], 1, &request));
 /// let device = Device::open(Backend::Cpu)?;
-/// Fails here if the workload does not fit in memory.
+/// // Fails here if the workload does not fit in memory.
 /// let engine = Engine::from_folder(&device, folder, &EngineOptions { workload, ..Default::default() }, |_| {})?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
