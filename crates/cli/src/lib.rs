@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn help_of_all_commands() {
-        let mut command = Cli::command();
+        let mut command = Cli::command().term_width(100);
         let mut text = command.render_help().to_string();
         for own in command.get_subcommands_mut() {
             let name = own.get_name().to_owned();

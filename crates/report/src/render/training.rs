@@ -19,7 +19,7 @@ const TOP: f64 = 8.0;
 const ROWS: usize = 200;
 const POINTS: usize = 2000;
 
-/// Weight of the last step in the smoothed loss.
+/// Weight of the last step in the smoothed loss. The first steps have their plain mean.
 const SMOOTHING: f64 = 0.1;
 
 /// One optimizer step.
@@ -45,12 +45,12 @@ pub fn training(facts: &[(&str, String)], steps: &[TrainingStep]) -> String {
         thinned(steps, POINTS).map(|own| (own.step as f64, value(own))).collect()
     };
     let loss = points(|own| own.loss);
-    let smooth: Vec<(f64, f64)> = loss
-        .iter()
-        .scan(None, |mean: &mut Option<f64>, (step, loss)| {
-            let next = mean.map_or(*loss, |mean| mean + SMOOTHING * (loss - mean));
-            *mean = Some(next);
-            Some((*step, next))
+    let mut mean = 0.0;
+    let smooth: Vec<(f64, f64)> = (1u32..)
+        .zip(&loss)
+        .map(|(count, (step, loss))| {
+            mean += SMOOTHING.max(1.0 / f64::from(count)) * (loss - mean);
+            (*step, mean)
         })
         .collect();
     html! {
