@@ -65,11 +65,11 @@ impl RowPlan {
             return Err(shape(
                 "lanes",
                 self.lanes,
-                "expected a power of two that divides the units per cube",
+                "a power of two that divides the units of a cube",
             ));
         }
         if self.shuffles && self.lanes > 1 && !self.units.is_multiple_of(32) {
-            return Err(shape("units", self.units, "expected a multiple of the plane size"));
+            return Err(shape("units", self.units, "whole planes"));
         }
         limits(arch, self.units, self.shared_len() as u32 * 4)
     }

@@ -168,7 +168,7 @@ impl ArchProfile {
 
 /// A profile name that is not recorded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown profile `{name}`\nhint: use one of {known}")]
+#[error("unknown profile `{name}`\nhint: recorded profiles: {known}")]
 pub struct UnknownProfile {
     pub name: String,
     pub known: String,

@@ -112,38 +112,33 @@ impl AttentionOptions {
 /// Reason why an attention problem is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidAttention {
-    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty attention")]
+    #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
     Empty { axis: &'static str },
-    #[error(
-        "expected a window of at least 1 key, got 0\nhint: omit `window` to attend to all keys"
-    )]
+    #[error("window is 0\nhint: a query sees one key at least; leave it out for all of them")]
     Window,
     #[error(
-        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
-         number of query heads for every key head"
+        "{heads} heads do not divide among {kv_heads} key heads\nhint: \
+         each key head serves as many query heads as the others"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(
-        "expected {operand} with a stride of at least head_dim, got stride {stride} for head_dim \
-         {head_dim}\nhint: pass positions that do not overlap; gaps are allowed"
+        "{operand} steps {stride} elements between positions of {head_dim}\nhint: \
+         positions may lie apart, not over each other"
     )]
     Stride { operand: &'static str, stride: u64, head_dim: u32 },
-    #[error("expected a finite softcap above 0, got {0}\nhint: omit `softcap` to disable it")]
+    #[error("softcap is {0}\nhint: it is positive and finite; leave it out for none")]
     Softcap(f32),
-    #[error("expected a finite scale above 0, got {0}\nhint: fold the sign into q")]
+    #[error("scale is {0}\nhint: it is positive and finite; fold a sign into q")]
     Scale(f32),
-    #[error(
-        "the backward pass needs the log-sum-exp of the forward pass\nhint: set `lse` on the \
-         forward problem"
-    )]
+    #[error("a backward pass needs the log-sum-exp of the forward pass\nhint: set `lse` there")]
     NoLse,
-    #[error("expected f32, f16 or bf16 attention operands, got {0}\nhint: cast q, k and v")]
+    #[error("attention is not computed in {0}\nhint: f32, f16 or bf16")]
     DType(DType),
-    #[error("expected a u8 or i32 mask, got {0}\nhint: cast the mask to u8")]
+    #[error("a mask is not {0}\nhint: u8 or i32")]
     MaskDType(DType),
     #[error(
-        "attention bias and masks need sequences of one length\nhint: pad the sequences, or call \
-         `varlen` without bias and mask"
+        "a bias or mask needs sequences of one length\nhint: \
+         without them, `varlen` takes sequences of any"
     )]
     VaryingScores,
 }
@@ -382,19 +377,16 @@ mod tests {
     fn mistakes_are_named() {
         let p = problem(5, 5);
         let bad = |p: AttentionProblem| p.checked().expect_err("a mistake").to_string();
-        assert!(bad(AttentionProblem { kv_heads: 3, ..p }).contains("4 query heads"));
-        assert!(
-            bad(AttentionProblem { seq_kv: 0, ..p })
-                .contains("expected seq_kv of at least 1, got 0")
-        );
+        assert!(bad(AttentionProblem { kv_heads: 3, ..p }).contains("4 heads"));
+        assert!(bad(AttentionProblem { seq_kv: 0, ..p }).contains("seq_kv is 0"));
         for wrong in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
-            assert!(bad(AttentionProblem { softcap: Some(wrong), ..p }).contains("above 0"));
-            assert!(bad(AttentionProblem { scale: wrong, ..p }).contains("above 0"));
+            assert!(bad(AttentionProblem { softcap: Some(wrong), ..p }).contains("positive"));
+            assert!(bad(AttentionProblem { scale: wrong, ..p }).contains("positive"));
         }
         assert!(bad(AttentionProblem { dtype: DType::I8, ..p }).contains("i8"));
         let mut short = p;
         short.k.seq = 15;
-        assert!(bad(short).contains("k with a stride of at least head_dim, got stride 15 "));
+        assert!(bad(short).contains("k steps 15"));
     }
 
     #[test]

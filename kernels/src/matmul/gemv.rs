@@ -111,32 +111,24 @@ impl Path for GemvConfig {
 
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         if arch.cores().is_some() {
-            return Err(lacks("cheap barriers (a GPU)"));
+            return Err(lacks("cheap barriers"));
         }
         if problem.precision == Precision::Tf32 {
-            return Err(lacks("matrix instructions for tf32"));
+            return Err(lacks("tf32 without matrix instructions"));
         }
         if problem.lhs.layout != Layout::Row || problem.rhs.layout != Layout::Col {
-            return Err(shape("lanes", self.lanes, "expected both operands contiguous along k"));
+            return Err(shape("lanes", self.lanes, "an operand does not lie along k"));
         }
         let widest = width(arch, problem) as usize;
         let [lhs, rhs, _] = problem.widths(widest as u64);
         if [lhs, rhs] != [widest; 2] {
-            return Err(shape("lanes", self.lanes, "expected rows of whole vectors"));
+            return Err(shape("lanes", self.lanes, "lines are not whole vectors"));
         }
         if !self.lanes.is_power_of_two() || self.units % self.lanes != 0 {
-            return Err(shape(
-                "lanes",
-                self.lanes,
-                "expected a power of two that divides the units",
-            ));
+            return Err(shape("lanes", self.lanes, "sums are added by halves"));
         }
         if self.rows > 16 || self.cols > 16 || self.rows * self.cols > 32 {
-            return Err(shape(
-                "rows",
-                self.rows,
-                "accumulators and operands would spill registers",
-            ));
+            return Err(shape("rows", self.rows, "sums and operands would spill"));
         }
         limits(arch, self.units, self.plan(problem).shared_bytes())
     }

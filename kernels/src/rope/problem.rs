@@ -84,48 +84,36 @@ pub struct RopeProblem {
 /// An invalid RoPE problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidRope {
-    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty projection")]
+    #[error("{axis} is 0\nhint: an empty projection has no kernel to run; skip it")]
     Empty { axis: &'static str },
     #[error(
-        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
-         number of query heads for every key head"
+        "{heads} heads do not divide among {kv_heads} key heads\nhint: each key head serves as many query \
+         heads as the others"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(
-        "expected an even number of rotary dimensions up to head_dim, got {dim} of \
-         {head_dim}\nhint: pass the rotary dimension of the model's config"
+        "{dim} dimensions of {head_dim} turn\nhint: they turn in pairs: an even number, up to the head \
+         dimension"
     )]
     Dim { dim: u32, head_dim: u32 },
     #[error(
-        "got {seq} new positions, but the {what} holds {have}\nhint: enlarge it, or pass fewer \
-         tokens per call"
+        "{seq} new positions for a {what} of {have}\nhint: make it longer, or take fewer at once"
     )]
     Short { what: &'static str, seq: u32, have: u32 },
     #[error(
-        "expected {operand} with a stride of at least the row width, got stride {stride} for a \
-         width of {width} elements\nhint: pass rows that do not overlap; gaps are allowed"
+        "{operand} steps {stride} elements between positions of {width}\nhint: positions may lie apart, not \
+         over each other"
     )]
     Stride { operand: &'static str, stride: u64, width: u32 },
-    #[error(
-        "expected fewer than 2^32 heads and cache positions per launch, got {0}\nhint: split the \
-         batch, or shorten the cache"
-    )]
+    #[error("{0} heads of all positions\nhint: below 2^32 in one launch")]
     TooLarge(u64),
-    #[error(
-        "expected a finite eps of at least 0, got {0}\nhint: pass the eps of the model's config"
-    )]
+    #[error("eps is {0}\nhint: it is finite and not negative")]
     Eps(f32),
-    #[error("expected f32, f16 or bf16 heads for RoPE, got {0}\nhint: cast the projection")]
+    #[error("heads of {0} are not turned\nhint: f32, f16 or bf16")]
     DType(DType),
-    #[error(
-        "expected a page size that is a power of two, got {0} positions\nhint: allocate the cache \
-         with pages of 16 positions, for example"
-    )]
+    #[error("pages of {0} positions\nhint: a power of two")]
     BlockSize(u32),
-    #[error(
-        "expected a KV cache in the dtype of the queries or i8, got {cache} with {dtype} \
-         queries\nhint: allocate the cache in {dtype} or i8"
-    )]
+    #[error("a cache of {cache} for {dtype}\nhint: {dtype} or i8")]
     Cache { cache: DType, dtype: DType },
 }
 
