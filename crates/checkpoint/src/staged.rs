@@ -49,6 +49,11 @@ impl Staged {
             Err(why) if why.kind() != ErrorKind::AlreadyExists => return Err(refused(why)),
             Ok(()) | Err(_) => {}
         }
+        // Clearing what a link leads to would delete files of others.
+        if staging.is_symlink() {
+            let why = format!("{} is a link", staging.display());
+            return Err(refused(io::Error::other(why)));
+        }
         let lock = locked(&staging).map_err(refused)?;
         // Cleans up after a killed process.
         let aside = aside(&staging);
@@ -163,7 +168,7 @@ fn locked(folder: &Path) -> io::Result<File> {
         TryLockError::WouldBlock => busy(),
         TryLockError::Error(why) => why,
     })?;
-    match fs::metadata(folder) {
+    match fs::symlink_metadata(folder) {
         Ok(there) if identity(&there) == identity(&lock.metadata()?) => Ok(lock),
         _ => Err(busy()),
     }
@@ -377,6 +382,19 @@ mod tests {
         assert!(written > 0 && lost == 0, "{lost} of {written} are lost");
         assert_eq!(names(parent.path()), ["out"]);
         Ok(())
+    }
+
+    #[test]
+    fn a_link_in_place_of_the_staging_folder_is_not_followed() {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let precious = parent.path().join("precious");
+        fs::create_dir(&precious).expect("writable");
+        fs::write(precious.join("thesis"), "kept").expect("writable");
+        let link = parent.path().join(".out.flashover-new");
+        std::os::unix::fs::symlink(&precious, link).expect("writable");
+        let why = Staged::begin(parent.path().join("out")).expect_err("a link").to_string();
+        assert!(why.contains(".out.flashover-new is a link"), "{why}");
+        assert_eq!(fs::read_to_string(precious.join("thesis")).ok().as_deref(), Some("kept"));
     }
 
     #[test]
