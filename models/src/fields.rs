@@ -1,8 +1,10 @@
 //! Fields of a JSON object; every error names the file, the field and the value.
 
+use std::borrow::Cow;
 use std::fs;
 use std::path::Path;
 
+use fancy_regex::{Captures, Regex};
 use serde_json::{Map, Value};
 
 use crate::{Error, Fault};
@@ -186,27 +188,14 @@ pub(crate) fn json(file: &'static str, text: &str) -> Result<Value, Error> {
     read(text).or_else(|why| read(&quoted(text)).map_err(|_| Error::Json { file, why }))
 }
 
-/// Quotes Python's names of numbers that JSON lacks.
-fn quoted(text: &str) -> String {
-    let mut out = String::new();
-    // Quotes split the text: every other part is the inside of a string.
-    let mut within = false;
-    let mut rest = text;
-    while let Some(at) = rest.find('"') {
-        let (part, after) = rest.split_at(at);
-        let escaped = part.len() - part.trim_end_matches('\\').len();
-        out.push_str(&if within { part.to_owned() } else { quoted_words(part) });
-        out.push('"');
-        within ^= !within || escaped.is_multiple_of(2);
-        rest = &after[1..];
-    }
-    out.push_str(&quoted_words(rest));
-    out
-}
-
-fn quoted_words(text: &str) -> String {
-    let text = text.replace("NaN", "\"NaN\"").replace("Infinity", "\"Infinity\"");
-    text.replace("-\"Infinity\"", "\"-Infinity\"")
+/// Quotes Python's names of numbers that JSON lacks; strings stay.
+fn quoted(text: &str) -> Cow<'_, str> {
+    let names = Regex::new(r#""(?:\\.|[^"\\])*"|(-?Infinity|NaN)"#).expect("it is tested");
+    let quoted = |own: &Captures<'_>| match own.get(1) {
+        Some(name) => format!("\"{}\"", name.as_str()),
+        None => own[0].to_owned(),
+    };
+    names.replace_all(text, quoted)
 }
 
 /// Compares numbers by value: 1 equals 1.0.

@@ -14,7 +14,6 @@ pub mod monitor;
 mod profile;
 pub mod report;
 
-pub use cards::cards;
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
 pub use host::HostMemory;

@@ -9,10 +9,8 @@ use flashover::{Engine, FinishReason, GenerateError, LoadError, Message, Request
 use tune::timing::Stopwatch;
 
 use crate::interrupt;
-use crate::model_args::{
-    ModelArgs, PresetArgs, PromptArgs, SamplingArgs, TraceArgs, Tracing, all_spared, bar, token,
-    unread,
-};
+use crate::model_args::{ModelArgs, PresetArgs, TraceArgs, Tracing, all_spared, bar};
+use crate::prompt_args::{PromptArgs, SamplingArgs, token, unread};
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArgs {

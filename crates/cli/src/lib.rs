@@ -12,6 +12,7 @@ mod op_command;
 mod panics;
 mod plan_command;
 mod profile_command;
+mod prompt_args;
 mod quantize_command;
 mod tokenize_command;
 mod train_command;

@@ -8,8 +8,9 @@ use command::OutFile;
 use flashover::host::HostTensor;
 use flashover::memory::Workload;
 
-use crate::model_args::{ModelArgs, PromptArgs, spared, token};
+use crate::model_args::{ModelArgs, spared};
 use crate::op_command::encoded;
+use crate::prompt_args::{PromptArgs, token};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use anyhow::bail;
 use flashover::Tokenizer;
 
-use crate::model_args::{HubArgs, PromptArgs, token};
+use crate::model_args::HubArgs;
+use crate::prompt_args::{PromptArgs, token};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {

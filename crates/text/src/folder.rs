@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::Path;
 
+use fancy_regex::{Captures, Regex};
 use serde::Deserialize;
 
 use crate::Error;
@@ -40,10 +41,15 @@ pub(crate) fn read(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// Reads a JSON file; `None` if it does not exist.
+/// Reads a JSON file; `None` if it does not exist. Python also writes `NaN` and `Infinity`, which become null.
 pub(crate) fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, Error> {
     let Some(text) = read(path)? else { return Ok(None) };
     let why =
         |why: serde_json::Error| Error::Config { path: path.to_owned(), why: why.to_string() };
-    serde_json::from_str(&text).map(Some).map_err(why)
+    let names = Regex::new(r#""(?:\\.|[^"\\])*"|(-?Infinity|NaN)"#).expect("it is tested");
+    let null = |own: &Captures<'_>| own.get(1).map_or(own[0].to_owned(), |_| "null".to_owned());
+    serde_json::from_str(&text)
+        .or_else(|fault| serde_json::from_str(&names.replace_all(&text, null)).map_err(|_| fault))
+        .map(Some)
+        .map_err(why)
 }

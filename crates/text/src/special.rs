@@ -20,14 +20,12 @@ const NAMES: [&str; 7] =
 /// Tokens of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
 #[derive(Default)]
 pub(crate) struct FolderTokens {
-    /// Tokens with their names in templates, such as `bos_token`, in the order in which new ones get ids.
-    pub(crate) named: Vec<(String, AddedToken)>,
+    /// Tokens by their names in templates, such as `bos_token`, with a rank: new ones get ids in its order.
+    pub(crate) named: BTreeMap<String, (usize, AddedToken)>,
     /// Tokens with an id, in id order; `tokenizer.json` may lack some.
     pub(crate) added: Vec<AddedToken>,
     /// Special tokens without a name.
     pub(crate) extra: Vec<AddedToken>,
-    /// Index in `named` of each name; only valid until `named` is sorted.
-    places: BTreeMap<String, usize>,
     /// Prefix of texts in place of that in `tokenizer.json`.
     pub(crate) prepend: Option<PrependScheme>,
 }
@@ -138,8 +136,6 @@ impl FolderTokens {
         for token in &mut tokens.added {
             token.special |= named.contains(&token.content);
         }
-        let standard = |name: &str| NAMES.iter().position(|own| *own == name);
-        tokens.named.sort_by_key(|(name, _)| standard(name).unwrap_or(NAMES.len()));
         tokens.prepend = settings.prepend(json(&folder.join("config.json"))?);
         let all = tokens.named().chain(&tokens.added).chain(&tokens.extra);
         check_tokens(all.map(|token| token.content.as_str()))
@@ -147,8 +143,11 @@ impl FolderTokens {
         Ok(tokens)
     }
 
+    /// Returns the tokens with a name, by rank.
     fn named(&self) -> impl Iterator<Item = &AddedToken> {
-        self.named.iter().map(|(_, token)| token)
+        let mut named: Vec<_> = self.named.values().collect();
+        named.sort_by_key(|(rank, _)| *rank);
+        named.into_iter().map(|(_, token)| token)
     }
 
     /// Adds the tokens that a file names; later entries override earlier ones.
@@ -174,12 +173,12 @@ impl FolderTokens {
         Ok(())
     }
 
+    /// Adds a token with a name, or replaces it in its rank.
     fn insert(&mut self, name: &str, token: Token) {
-        let (token, next) = (token.token(), self.named.len());
-        match *self.places.entry(name.to_owned()).or_insert(next) {
-            place if place == next => self.named.push((name.to_owned(), token)),
-            place => self.named[place].1 = token,
-        }
+        let standard = NAMES.iter().position(|own| *own == name);
+        let new = standard.unwrap_or(NAMES.len() + self.named.len());
+        let rank = self.named.get(name).map_or(new, |(rank, _)| *rank);
+        self.named.insert(name.to_owned(), (rank, token.token()));
     }
 
     /// Returns the tokens to add to a tokenizer, in order: first those with an id, then others that it lacks.

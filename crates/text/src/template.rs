@@ -247,7 +247,7 @@ impl SpecialTokens {
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, Error> {
         let named = FolderTokens::open(folder.as_ref())?.named;
         let mut more: BTreeMap<_, _> =
-            named.into_iter().map(|(name, token)| (name, token.content)).collect();
+            named.into_iter().map(|(name, (_, token))| (name, token.content)).collect();
         let [bos, eos, pad, unk] =
             ["bos_token", "eos_token", "pad_token", "unk_token"].map(|name| more.remove(name));
         Ok(Self { bos, eos, pad, unk, more })

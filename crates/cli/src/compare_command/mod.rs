@@ -24,7 +24,7 @@ use serde::Serialize;
 use self::numbers::{Agreement, Answer, Logits, Windows};
 use self::program::{Failure, Model, Speed};
 use self::subject::Subject;
-use crate::model_args::text_file;
+use crate::prompt_args::text_file;
 
 /// Maximum bytes of logits per process. One window of 512 tokens takes 256 MiB with a vocabulary of 131072.
 const BYTES_AT_ONCE: usize = 512 << 20;

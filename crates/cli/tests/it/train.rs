@@ -201,8 +201,8 @@ fn what_was_learned_before_a_failure_is_kept() {
     let weights = fs::read(folder.path().join("adapter/adapter_model.safetensors")).expect("there");
     fs::remove_file(&config).expect("written before");
     fs::create_dir(&config).expect("nothing is there");
-    let (code, said) = run(&["--steps", "1"]);
-    assert!(code == Some(2) && !said.contains("step 1 of 1"), "{said}");
+    let (code, said) = run(&["--steps", "1", "--overwrite"]);
+    assert!(code == Some(2) && said.contains("adapter_config.json is a folder"), "{said}");
     let kept = fs::read(folder.path().join("adapter/adapter_model.safetensors")).expect("there");
     assert_eq!(weights, kept);
 }
@@ -245,7 +245,7 @@ fn steps_are_saved_and_one_process_trains_into_a_folder() {
     assert!(also.contains("another process is writing it") && !also.contains("step 1"), "{also}");
     assert_eq!(second.wait().expect("it ends").code(), Some(2));
     let said = stopped(&mut child, said);
-    assert!(said.contains("\nhint: ") || said.contains("the adapter is in"), "{said}");
+    assert!(said.contains("the adapter is in"), "{said}");
     let left = fs::read_dir(folder.path()).expect("a folder").count();
     assert_eq!(left, 2, "the data and the adapter");
 }

@@ -217,6 +217,26 @@ fn a_tokenizer_that_takes_long_is_refused() {
     assert!(hinted(&error).contains("its added tokens are too many or too long"), "{error}");
 }
 
+/// Python writes these names of numbers, which JSON lacks. Strings keep them.
+#[test]
+fn names_of_numbers_are_read() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let write =
+        |name: &str, text: &str| fs::write(folder.path().join(name), text).expect("written");
+    fs::copy(fixture("split/tokenizer.json"), folder.path().join("tokenizer.json"))
+        .expect("copied");
+    write("config.json", r#"{"model_type": "llama", "limit": [0.0, Infinity, -Infinity, NaN]}"#);
+    write(
+        "tokenizer_config.json",
+        r#"{"model_max_length": Infinity, "bos_token": "<\\\"Infinity", "eos_token": "NaN"}"#,
+    );
+    let tokenizer = Tokenizer::open(folder.path()).expect("as Python writes it");
+    assert!(tokenizer.id("<\\\"Infinity").is_some() && tokenizer.id("NaN").is_some());
+    write("tokenizer_config.json", r#"{"model_max_length": Infinite}"#);
+    let error = Tokenizer::open(folder.path()).expect_err("no name of a number");
+    assert!(matches!(error, Error::Config { .. }), "{error}");
+}
+
 #[test]
 fn pointers_of_git_lfs_are_named() {
     let folder = tempfile::tempdir().expect("a folder for the test");
