@@ -205,11 +205,12 @@ impl Adapter {
     /// ignored.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Json`], [`Error::Checkpoint`]. [`Error::Field`] for a configuration that
-    /// needs more than A and B, such as DoRA or different ranks per module. [`Error::AdapterTensors`] with
-    /// everything that does not fit.
+    /// [`Error::Read`], [`Error::Json`], [`Error::Checkpoint`], also for an interrupted save that cannot be completed.
+    /// [`Error::Field`] for a configuration that needs more than A and B, such as DoRA or different ranks per module.
+    /// [`Error::AdapterTensors`] with everything that does not fit.
     pub fn open(folder: impl AsRef<Path>, weights: &Weights) -> Result<Self, Error> {
         let (folder, config) = (folder.as_ref(), weights.config());
+        checkpoint::recover(folder)?;
         let text = read(&folder.join(CONFIG))?;
         let value = json(CONFIG, &text)?;
         let fields = Fields::new(CONFIG, &value)?;

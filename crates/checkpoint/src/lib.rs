@@ -5,7 +5,7 @@
 //! | `file` | [`Checkpoint`]: a memory-mapped file or folder of shards |
 //! | `encoded` | [`Encoded`]: a quantised weight of any format as buffers |
 //! | `four_bit` | [`FourBit`]: NF4 and FP4, with plain and nested absmax |
-//! | `staged` | [`Staged`]: a folder that is written next to the one that it replaces |
+//! | `staged` | [`Staged`]: files of a folder that are replaced together |
 //! | `weight` | [`Weight`], [`Linear`], [`Int8`]: weights by name |
 //! | `write` | [`Writer`]: writes one tensor at a time, so that a checkpoint need not fit in memory |
 //!
@@ -46,6 +46,6 @@ pub use error::{Error, Found, Reason, list, short, writable};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested};
 pub use quant::{DType, WeightFormat};
-pub use staged::Staged;
+pub use staged::{Staged, recover};
 pub use weight::{Int8, Linear, Weight};
 pub use write::{Plan, Writer};

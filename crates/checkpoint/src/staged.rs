@@ -1,69 +1,75 @@
-//! Replaces the contents of folders atomically.
+//! Replaces files of a folder together.
 //!
-//! Files are written into a hidden staging folder next to the target and synced to disk. Then:
+//! | Target | Staging folder | Commit |
+//! |---|---|---|
+//! | absent | hidden, next to the target | it becomes the target |
+//! | a folder | `.flashover-new` in the target | it becomes `.flashover-done`, and its files are moved into the target |
 //!
-//! 1. the staging folder links the target's other files and changes places with the target;
-//! 2. the old folder, now hidden, links the new files;
-//! 3. the two change places again.
-//!
-//! A kill at any moment leaves the old contents or the new ones. The target stays the same folder: its permissions, and
-//! processes that work in it, are not affected, and files that others create in it meanwhile stay. The staging folder's
-//! name depends only on the target's, so the next writer of the target removes the remains of a killed one. Its owner
-//! holds a lock on it.
+//! After a kill, the next writer removes an uncommitted staging folder, and the next reader or writer moves what is left
+//! in a committed one ([`recover`]). Until then other programs find a folder without its `.json` files, if those differ:
+//! they are removed first and moved last, so that a config never stands next to weights of another save. The target
+//! stays the same folder, and its other files are not touched. A writer holds a lock on the target.
 
-use std::collections::BTreeMap;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use std::thread::sleep;
+use std::time::Duration;
 
 use crate::Error;
 
-/// New contents of a folder, written next to it.
+const NEW: &str = ".flashover-new";
+const DONE: &str = ".flashover-done";
+/// Mode of a staging folder in a target: nobody else reads the new version of a private file.
+const PRIVATE: u32 = 0o700;
+
+/// New files of a folder, not yet in it.
 #[derive(Debug)]
 pub struct Staged {
     target: PathBuf,
     staging: PathBuf,
-    /// Lock on the staging folder.
+    /// Lock on the target, or on the staging folder that will become it.
     lock: File,
-    /// The staging folder has become the target.
-    moved: bool,
 }
 
 impl Staged {
     /// Begins to write `target`, which need not exist.
     ///
     /// # Errors
-    /// [`Error::Write`] if the parent folder of the target cannot be written, or another process writes the target.
+    /// [`Error::Write`] if `target` is neither a folder nor absent, if it cannot be written, or if another process
+    /// writes it.
     pub fn begin(target: impl AsRef<Path>) -> Result<Self, Error> {
         let target = target.as_ref();
-        // Resolves links, so that they stay links.
-        let target = target.canonicalize().unwrap_or_else(|_| target.to_owned());
-        let refused = |why| Error::Write { path: target.clone(), why };
-        let name = target.file_name().ok_or_else(|| refused(ErrorKind::InvalidFilename.into()))?;
-        let name = format!(".{}.flashover-new", name.to_string_lossy());
-        let staging = target.with_file_name(name);
-        match fs::create_dir(&staging) {
-            Err(why) if why.kind() != ErrorKind::AlreadyExists => return Err(refused(why)),
-            Ok(()) | Err(_) => {}
+        Self::started(target).map_err(|why| Error::Write { path: target.to_owned(), why })
+    }
+
+    fn started(target: &Path) -> io::Result<Self> {
+        let beside = beside(target);
+        if target.is_dir() {
+            let lock = locked(target)?;
+            settle(target)?;
+            let staging = target.join(NEW);
+            create(&staging, PRIVATE)?;
+            clear(&staging)?;
+            // A killed process left it when the target did not exist.
+            if let Some(left) = beside.filter(|left| locked(left).is_ok()) {
+                fs::remove_dir_all(left)?;
+            }
+            return Ok(Self { target: target.to_owned(), staging, lock });
         }
-        // Clearing what a link leads to would delete files of others.
-        if staging.is_symlink() {
-            let why = format!("{} is a link", staging.display());
-            return Err(refused(io::Error::other(why)));
+        match target.symlink_metadata() {
+            Ok(meta) if meta.is_symlink() => {
+                return Err(io::Error::other("it is a link to nothing"));
+            }
+            Ok(_) => return Err(ErrorKind::NotADirectory.into()),
+            Err(_) => {}
         }
-        let lock = locked(&staging).map_err(refused)?;
-        // Cleans up after a killed process.
-        let aside = aside(&staging);
-        if aside.exists() && !target.exists() {
-            fs::rename(&aside, &target).map_err(refused)?;
-        } else if aside.exists() {
-            fs::remove_dir_all(&aside).map_err(refused)?;
-        }
-        clear(&staging).map_err(refused)?;
-        Ok(Self { target, staging, lock, moved: false })
+        let staging = beside.ok_or(ErrorKind::InvalidFilename)?;
+        create(&staging, 0o777)?;
+        let lock = locked(&staging)?;
+        clear(&staging)?;
+        Ok(Self { target: target.to_owned(), staging, lock })
     }
 
     /// Returns the folder to write into.
@@ -74,122 +80,139 @@ impl Staged {
     /// Puts the files into the target. Other files of the target stay.
     ///
     /// # Errors
-    /// [`Error::Write`]; the target then has its old contents or the new ones.
+    /// [`Error::Write`]; the target then has its old files or the new ones.
     pub fn finish(mut self) -> Result<(), Error> {
-        self.exchange().map_err(|why| Error::Write { path: self.target.clone(), why })
+        self.commit().map_err(|why| Error::Write { path: self.target.clone(), why })
     }
 
-    /// Puts the files into the target like [`finish`](Self::finish), and begins the next version. If the target existed,
-    /// no other process can write it in between.
+    /// Puts the files into the target like [`finish`](Self::finish), and begins the next version. No other process can
+    /// write the target in between.
     ///
     /// # Errors
-    /// [`Error::Write`]; the target then has its old contents or the new ones.
+    /// [`Error::Write`]; the target then has its old files or the new ones.
     pub fn publish(&mut self) -> Result<(), Error> {
-        let target = self.target.clone();
-        let refused = |why| Error::Write { path: target.clone(), why };
-        self.exchange().map_err(refused)?;
-        match self.moved {
-            true => *self = Self::begin(&self.target)?,
-            false => clear(&self.staging).map_err(refused)?,
+        let next = self.commit().and_then(|()| create(&self.staging, PRIVATE));
+        next.map_err(|why| Error::Write { path: self.target.clone(), why })
+    }
+
+    fn commit(&mut self) -> io::Result<()> {
+        let Self { target, staging, lock } = self;
+        synchronise(staging)?;
+        if *staging != target.join(NEW) && !target.exists() {
+            fs::rename(&staging, &target)?;
+            File::open(folder_of(target))?.sync_all()?;
+        } else {
+            // The target exists only since the beginning, and has its own lock.
+            if *staging != target.join(NEW) {
+                *lock = locked(target)?;
+            }
+            fs::rename(&staging, target.join(DONE))?;
+            settle(target)?;
         }
+        *staging = target.join(NEW);
         Ok(())
-    }
-
-    /// Puts the files into the target. If the target does not exist, the staging folder becomes it.
-    fn exchange(&mut self) -> io::Result<()> {
-        let Self { target, staging, .. } = &*self;
-        let new = entries(staging)?;
-        if !target.exists() {
-            synchronise(staging, &new)?;
-            fs::rename(staging, target)?;
-            self.moved = true;
-            return self.synchronise_parent();
-        }
-        // The old folder will have the staging folder's name. The lock protects it from cleanup by other writers.
-        let _replaced = locked(target)?;
-        for path in new.keys() {
-            // A private file stays private.
-            if let Ok(meta) = fs::symlink_metadata(target.join(path)) {
-                fs::set_permissions(staging.join(path), meta.permissions())?;
-            }
-        }
-        carry_over(target, staging)?;
-        synchronise(staging, &new)?;
-        let all = entries(staging)?;
-        swap(staging, target)?;
-        self.synchronise_parent()?;
-        for path in new.keys() {
-            link(&target.join(path), &staging.join(path))?;
-        }
-        synchronise(staging, &new)?;
-        swap(staging, target)?;
-        // Files that others created while the staging folder was the target.
-        for (path, identity) in entries(staging)? {
-            let (own, there) = (staging.join(&path), target.join(&path));
-            match own.is_dir() {
-                _ if all.get(&path) == Some(&identity) => {}
-                true => fs::create_dir_all(there)?,
-                false => fs::rename(own, there)?,
-            }
-        }
-        self.synchronise_parent()
-    }
-
-    fn synchronise_parent(&self) -> io::Result<()> {
-        let parent = self.target.parent();
-        let parent = parent.filter(|parent| *parent != Path::new(""));
-        File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
     }
 }
 
 impl Drop for Staged {
     /// Removes the staging folder while the lock is still held.
     fn drop(&mut self) {
-        if !self.moved {
-            // On an error, the next writer of the target removes it.
-            let _ = fs::remove_dir_all(&self.staging);
-        }
+        // On an error, the next writer of the target removes it.
+        let _ = fs::remove_dir_all(&self.staging);
         let _ = self.lock.unlock();
     }
 }
 
-/// Device and inode of a file.
-type Identity = (u64, u64);
+/// Completes a save into a folder that a kill has interrupted after its commit.
+///
+/// # Errors
+/// [`Error::Write`] if there is such a save and the folder cannot be written.
+pub fn recover(folder: &Path) -> Result<(), Error> {
+    let refused = |why| Error::Write { path: folder.to_owned(), why };
+    // A writer that is alive completes it in less time.
+    const TRIES: usize = 1000;
+    for _ in 0..TRIES {
+        if !folder.join(DONE).exists() {
+            return Ok(());
+        }
+        match locked(folder) {
+            Ok(_lock) => return settle(folder).map_err(refused),
+            Err(why) if why.kind() == ErrorKind::ResourceBusy => sleep(Duration::from_millis(1)),
+            Err(why) => return Err(refused(why)),
+        }
+    }
+    Err(refused(busy()))
+}
 
-fn identity(meta: &fs::Metadata) -> Identity {
-    (meta.dev(), meta.ino())
+/// Moves the files of a committed staging folder into its target, which is locked.
+fn settle(target: &Path) -> io::Result<()> {
+    let done = target.join(DONE);
+    if !done.is_dir() || done.is_symlink() {
+        return Ok(());
+    }
+    let mut names = fs::read_dir(&done)?
+        .map(|entry| entry.map(|entry| entry.file_name()))
+        .collect::<io::Result<Vec<_>>>()?;
+    let is_json = |name: &_| Path::new(name).extension().is_some_and(|ending| ending == "json");
+    names.sort_by_key(|name| (is_json(name), name.clone()));
+    for name in names.iter().filter(|name| is_json(name)) {
+        let old = target.join(name);
+        if old.is_file() && fs::read(&old)? != fs::read(done.join(name))? {
+            fs::remove_file(old)?;
+        }
+    }
+    for name in &names {
+        // A private file stays private.
+        if let Ok(meta) = fs::metadata(target.join(name)) {
+            fs::set_permissions(done.join(name), meta.permissions())?;
+        }
+        fs::rename(done.join(name), target.join(name))?;
+    }
+    fs::remove_dir(done)?;
+    File::open(target)?.sync_all()
+}
+
+fn busy() -> io::Error {
+    io::Error::new(ErrorKind::ResourceBusy, "another process is writing it")
 }
 
 /// Opens and locks a folder. Fails if another process holds the lock or has replaced the folder meanwhile.
 fn locked(folder: &Path) -> io::Result<File> {
-    let busy = || io::Error::new(ErrorKind::ResourceBusy, "another process is writing it");
     let lock = File::open(folder)?;
     lock.try_lock().map_err(|why| match why {
         TryLockError::WouldBlock => busy(),
         TryLockError::Error(why) => why,
     })?;
-    match fs::symlink_metadata(folder) {
-        Ok(there) if identity(&there) == identity(&lock.metadata()?) => Ok(lock),
-        _ => Err(busy()),
+    let (own, there) = (lock.metadata()?, fs::metadata(folder));
+    match there.is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino())) {
+        true => Ok(lock),
+        false => Err(busy()),
     }
 }
 
-/// Returns the name of the target between the renames of [`swap`].
-fn aside(staging: &Path) -> PathBuf {
-    staging.with_extension("flashover-old")
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
 }
 
-/// Lets two folders change places.
-fn swap(staging: &Path, target: &Path) -> io::Result<()> {
-    match renameat_with(CWD, staging, CWD, target, RenameFlags::EXCHANGE) {
-        // Some file systems cannot exchange. `begin` undoes the first rename if the second did not happen.
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
-            let aside = aside(staging);
-            fs::rename(target, &aside)?;
-            fs::rename(staging, target)?;
-            fs::rename(&aside, staging)
-        }
-        other => Ok(other?),
+/// Returns the staging folder of a target that does not exist; `None` for a path that names none, such as `..`.
+fn beside(target: &Path) -> Option<PathBuf> {
+    let name = target.file_name()?.to_string_lossy();
+    Some(folder_of(target).join(format!(".{name}{NEW}")))
+}
+
+/// Creates a folder unless it exists.
+fn create(folder: &Path, mode: u32) -> io::Result<()> {
+    match DirBuilder::new().mode(mode).create(folder) {
+        Err(why) if why.kind() != ErrorKind::AlreadyExists => return Err(why),
+        Ok(()) | Err(_) => {}
+    }
+    // Clearing what a link leads to would delete files of others.
+    match folder.is_symlink() {
+        true => Err(io::Error::other(format!("{} is a link", folder.display()))),
+        false => Ok(()),
     }
 }
 
@@ -205,67 +228,24 @@ fn clear(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns files and folders below a folder, by relative path.
-fn entries(folder: &Path) -> io::Result<BTreeMap<PathBuf, Identity>> {
-    fn walk(root: &Path, at: &Path, all: &mut BTreeMap<PathBuf, Identity>) -> io::Result<()> {
-        for entry in fs::read_dir(root.join(at))? {
-            let entry = entry?;
-            let path = at.join(entry.file_name());
-            all.insert(path.clone(), identity(&entry.metadata()?));
-            if entry.file_type()?.is_dir() {
-                walk(root, &path, all)?;
-            }
-        }
-        Ok(())
-    }
-    let mut all = BTreeMap::new();
-    walk(folder, Path::new(""), &mut all)?;
-    Ok(all)
-}
-
-/// Links (or copies) a file in the place of another. Of a folder creates only the folder.
-fn link(from: &Path, to: &Path) -> io::Result<()> {
-    if from.symlink_metadata()?.is_dir() {
-        return fs::create_dir_all(to);
-    }
-    match fs::remove_file(to) {
-        Err(why) if why.kind() != ErrorKind::NotFound => return Err(why),
-        Ok(()) | Err(_) => {}
-    }
-    fs::hard_link(from, to).or_else(|_| fs::copy(from, to).map(drop))
-}
-
-/// Links (or copies) files of one folder into another that lacks them.
-fn carry_over(from: &Path, to: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(from)? {
+/// Syncs a folder and everything in it to disk.
+fn synchronise(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        let (own, target) = (entry.path(), to.join(entry.file_name()));
-        if entry.file_type()?.is_dir() {
-            fs::create_dir_all(&target)?;
-            carry_over(&own, &target)?;
-        } else if target.symlink_metadata().is_err() {
-            link(&own, &target)?;
+        match entry.file_type()? {
+            kind if kind.is_dir() => synchronise(&entry.path())?,
+            kind if kind.is_file() => File::open(entry.path())?.sync_all()?,
+            _ => {}
         }
     }
-    fs::set_permissions(to, fs::metadata(from)?.permissions())
-}
-
-/// Syncs a folder and entries of it to disk.
-fn synchronise(folder: &Path, entries: &BTreeMap<PathBuf, Identity>) -> io::Result<()> {
-    let mut paths = entries.keys().map(|path| folder.join(path)).chain([folder.to_owned()]);
-    paths.try_for_each(|path| match path.symlink_metadata()?.is_symlink() {
-        true => Ok(()),
-        false => File::open(path)?.sync_all(),
-    })
+    File::open(folder)?.sync_all()
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-    use std::sync::atomic::AtomicBool;
-    use std::sync::atomic::Ordering::Relaxed;
-    use std::thread;
-    use std::time::Duration;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::process::Command;
 
     use super::*;
 
@@ -339,7 +319,7 @@ mod tests {
         only_mine(&target.join("a"), 0o600);
         let state = |path: &Path| {
             let meta = fs::metadata(path).expect("there");
-            (identity(&meta), meta.mode(), meta.mtime_nsec())
+            ((meta.dev(), meta.ino()), meta.mode(), meta.mtime_nsec())
         };
         let (folder, below) = (state(&target), state(&private));
         let mut staged = Staged::begin(&target)?;
@@ -355,32 +335,87 @@ mod tests {
     }
 
     #[test]
-    fn files_that_others_create_meanwhile_stay() -> Result<(), Error> {
+    fn files_of_others_are_not_touched() -> Result<(), Error> {
         let parent = tempfile::tempdir().expect("temporary folder");
         let target = parent.path().join("out");
         fs::create_dir(&target).expect("writable");
-        let (mut staged, done) = (Staged::begin(&target)?, AtomicBool::new(false));
-        let written = thread::scope(|scope| {
-            let others = scope.spawn(|| {
-                let mut written = 0;
-                while !done.load(Relaxed) {
-                    fs::write(target.join(format!("other-{written}")), "kept").expect("writable");
-                    written += 1;
-                    thread::sleep(Duration::from_micros(500));
-                }
-                written
-            });
-            let saved = (0..40).try_for_each(|save: u8| {
-                fs::write(staged.path().join("a"), [save]).expect("writable");
-                staged.publish()
-            });
-            done.store(true, Relaxed);
-            saved.map(|()| others.join().expect("no panic"))
-        })?;
+        // Reading a pipe would wait for ever.
+        let pipe = Command::new("mkfifo").arg(target.join("pipe")).status().expect("it runs");
+        assert!(pipe.success());
+        let unreadable = target.join("unreadable");
+        fs::create_dir(&unreadable).expect("writable");
+        fs::set_permissions(&unreadable, fs::Permissions::from_mode(0o0)).expect("mine");
+        let identity = |name: &str| {
+            let meta = fs::symlink_metadata(target.join(name)).expect("there");
+            (meta.ino(), meta.mode(), meta.nlink(), meta.mtime_nsec())
+        };
+        let before = ["pipe", "unreadable"].map(identity);
+        let mut staged = Staged::begin(&target)?;
+        fs::write(target.join("meanwhile"), "kept").expect("writable");
+        fs::write(staged.path().join("a"), "new").expect("writable");
+        staged.publish()?;
         drop(staged);
-        let lost = (0..written).filter(|at| !target.join(format!("other-{at}")).exists()).count();
-        assert!(written > 0 && lost == 0, "{lost} of {written} are lost");
+        assert_eq!(["pipe", "unreadable"].map(identity), before);
+        assert_eq!(names(&target), ["a", "meanwhile", "pipe", "unreadable"]);
+        Ok(())
+    }
+
+    #[test]
+    fn links_lead_to_their_folders_and_are_replaced_as_files() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let path = |name: &str| parent.path().join(name);
+        fs::create_dir(path("real")).expect("writable");
+        fs::write(path("elsewhere"), "kept").expect("writable");
+        fs::set_permissions(path("elsewhere"), fs::Permissions::from_mode(0o640)).expect("mine");
+        symlink(path("real"), path("out")).expect("writable");
+        symlink(path("elsewhere"), path("real/a")).expect("writable");
+        let staged = Staged::begin(path("out"))?;
+        fs::write(staged.path().join("a"), "new").expect("writable");
+        staged.finish()?;
+        assert!(path("out").is_symlink() && !path("real/a").is_symlink());
+        let mode = fs::metadata(path("real/a")).expect("there").mode() & 0o777;
+        let text = |name: &str| fs::read_to_string(path(name)).expect("there");
+        assert_eq!((text("real/a").as_str(), mode), ("new", 0o640));
+        assert_eq!(text("elsewhere"), "kept");
+        symlink(path("nowhere"), path("dangling")).expect("writable");
+        for (target, want) in [("dangling", "link to nothing"), ("elsewhere", "not a directory")] {
+            let why = Staged::begin(path(target)).expect_err(want).to_string();
+            assert!(why.contains(want), "{why}");
+        }
+        assert_eq!(names(parent.path()), ["dangling", "elsewhere", "out", "real"]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_target_that_appears_meanwhile_takes_the_files() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let mut staged = Staged::begin(&target)?;
+        fs::create_dir(&target).expect("writable");
+        fs::write(target.join("other"), "kept").expect("writable");
+        fs::write(staged.path().join("a"), "first").expect("writable");
+        staged.publish()?;
+        assert!(Staged::begin(&target).is_err(), "it is locked");
+        fs::write(staged.path().join("a"), "second").expect("writable");
+        staged.finish()?;
+        assert_eq!(names(&target), ["a", "other"]);
+        assert_eq!(fs::read_to_string(target.join("a")).expect("written"), "second");
         assert_eq!(names(parent.path()), ["out"]);
+        Ok(())
+    }
+
+    /// In `/proc/self/fd`, as at a mount point, nothing can be renamed, and nothing can be created next to the target.
+    #[test]
+    fn a_target_that_cannot_be_renamed_can_be_written() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        fs::create_dir(&target).expect("writable");
+        let opened = File::open(&target).expect("there");
+        let target = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+        let staged = Staged::begin(&target)?;
+        fs::write(staged.path().join("a"), "new").expect("writable");
+        staged.finish()?;
+        assert_eq!(names(&parent.path().join("out")), ["a"]);
         Ok(())
     }
 
@@ -391,7 +426,7 @@ mod tests {
         fs::create_dir(&precious).expect("writable");
         fs::write(precious.join("thesis"), "kept").expect("writable");
         let link = parent.path().join(".out.flashover-new");
-        std::os::unix::fs::symlink(&precious, link).expect("writable");
+        symlink(&precious, link).expect("writable");
         let why = Staged::begin(parent.path().join("out")).expect_err("a link").to_string();
         assert!(why.contains(".out.flashover-new is a link"), "{why}");
         assert_eq!(fs::read_to_string(precious.join("thesis")).ok().as_deref(), Some("kept"));
@@ -415,23 +450,30 @@ mod tests {
     }
 
     #[test]
-    fn what_a_kill_leaves_is_cleared() -> Result<(), Error> {
+    fn what_a_kill_leaves_is_cleared_or_completed() -> Result<(), Error> {
         let parent = tempfile::tempdir().expect("temporary folder");
         let target = parent.path().join("out");
-        let left = parent.path().join(".out.flashover-new");
-        fs::create_dir_all(left.join("deep")).expect("writable");
-        fs::write(left.join("deep/half"), "half").expect("writable");
-        // State between the two renames on a file system that cannot exchange.
-        let old = parent.path().join(".out.flashover-old");
-        fs::create_dir(&old).expect("writable");
-        fs::write(old.join("a"), "old").expect("writable");
-        let staged = Staged::begin(&target)?;
-        assert!(names(staged.path()).is_empty());
-        assert_eq!(fs::read_to_string(target.join("a")).expect("it is back"), "old");
-        staged.finish()?;
+        let write = |path: PathBuf, text: &str| {
+            fs::create_dir_all(path.parent().expect("below")).expect("writable");
+            fs::write(path, text).expect("writable");
+        };
+        write(parent.path().join(".out.flashover-new/deep/half"), "half");
+        Staged::begin(&target)?.finish()?;
+        // The target appeared after the kill.
+        write(parent.path().join(".out.flashover-new/half"), "half");
+        write(target.join(".flashover-new/half"), "half");
+        write(target.join(".flashover-done/b"), "new");
+        write(target.join(".flashover-done/a.json"), "new");
+        write(target.join("a.json"), "old");
+        recover(&target)?;
+        let read = |file: &str| fs::read_to_string(target.join(file)).expect("written");
+        assert_eq!((read("a.json"), read("b")), ("new".to_owned(), "new".to_owned()));
+        write(target.join(".flashover-done/b"), "newer");
+        drop(Staged::begin(&target)?);
+        assert_eq!(read("b"), "newer");
         assert_eq!(
             (names(parent.path()), names(&target)),
-            (vec!["out".to_owned()], vec!["a".to_owned()])
+            (vec!["out".into()], vec!["a.json".into(), "b".into()])
         );
         Ok(())
     }

@@ -28,6 +28,10 @@ pub(crate) struct FolderTokens {
     pub(crate) extra: Vec<AddedToken>,
     /// Prefix of texts in place of that in `tokenizer.json`.
     pub(crate) prepend: Option<PrependScheme>,
+    /// Whether a byte-level tokenizer begins texts with a space, in place of that in `tokenizer.json`.
+    pub(crate) prefix_space: Option<bool>,
+    /// Special tokens in a text are encoded like other text.
+    pub(crate) split_special: bool,
 }
 
 /// Keys of `tokenizer_config.json` that change how a text is encoded. transformers ignores others, such as
@@ -37,6 +41,7 @@ struct Settings {
     tokenizer_class: Option<String>,
     legacy: Option<bool>,
     add_prefix_space: Option<bool>,
+    split_special_tokens: Option<bool>,
 }
 
 /// Key of `config.json` that decides if transformers uses the tokenizer's class.
@@ -46,11 +51,21 @@ struct Model {
 }
 
 impl Settings {
+    fn class(&self) -> Option<&str> {
+        let class = self.tokenizer_class.as_deref()?;
+        Some(class.strip_suffix("Fast").unwrap_or(class))
+    }
+
+    /// Returns `add_prefix_space` for the byte-level classes of transformers that use it.
+    fn prefix_space(&self) -> Option<bool> {
+        let byte_level = ["GPT2Tokenizer", "Qwen2Tokenizer"].contains(&self.class()?);
+        self.add_prefix_space.filter(|_| byte_level)
+    }
+
     /// Returns the prefix of texts by transformers' `LlamaTokenizer`, which ignores that of `tokenizer.json`.
     /// transformers does not use that class for Mistral, Phi-3 and Qwen2.
     fn prepend(&self, model: Option<Model>) -> Option<PrependScheme> {
-        let class = self.tokenizer_class.as_deref()?;
-        let llama = class.strip_suffix("Fast").unwrap_or(class) == "LlamaTokenizer";
+        let llama = self.class()? == "LlamaTokenizer";
         let model = model.and_then(|model| model.model_type);
         let used =
             model.is_none_or(|model| !["mistral", "phi3", "qwen2"].contains(&model.as_str()));
@@ -136,6 +151,8 @@ impl FolderTokens {
         for token in &mut tokens.added {
             token.special |= named.contains(&token.content);
         }
+        tokens.prefix_space = settings.prefix_space();
+        tokens.split_special = settings.split_special_tokens.unwrap_or(false);
         tokens.prepend = settings.prepend(json(&folder.join("config.json"))?);
         let all = tokens.named().chain(&tokens.added).chain(&tokens.extra);
         check_tokens(all.map(|token| token.content.as_str()))

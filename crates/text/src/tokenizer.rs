@@ -1,13 +1,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use tokenizers::Decoder;
 use tokenizers::decoders::byte_fallback::ByteFallback;
 use tokenizers::decoders::fuse::Fuse;
 use tokenizers::decoders::sequence::Sequence;
 use tokenizers::decoders::strip::Strip;
 use tokenizers::normalizers::{NormalizerWrapper, Replace};
 use tokenizers::pre_tokenizers::metaspace::{Metaspace, PrependScheme};
+use tokenizers::{Decoder, PreTokenizerWrapper};
 
 use crate::Error;
 use crate::folder::check;
@@ -36,6 +36,17 @@ fn set_prefix(
     inner.with_pre_tokenizer(Some(Metaspace::new('▁', prepend, false)));
     inner.with_decoder(Some(Sequence::new(decoders)));
     Ok(())
+}
+
+/// Sets whether byte-level parts of a pre-tokenizer begin texts with a space.
+fn set_prefix_space(part: &mut PreTokenizerWrapper, prefix: bool) {
+    match part {
+        PreTokenizerWrapper::ByteLevel(own) => own.add_prefix_space = prefix,
+        PreTokenizerWrapper::Sequence(all) => {
+            all.as_mut().iter_mut().for_each(|own| set_prefix_space(own, prefix));
+        }
+        _ => {}
+    }
 }
 
 /// A tokenizer from a `tokenizer.json`.
@@ -76,6 +87,12 @@ impl Tokenizer {
             if let Some(prepend) = tokens.prepend.filter(|_| parts.has_byte_fallback()) {
                 set_prefix(&mut inner, prepend).map_err(|why| bad(why.to_string()))?;
             }
+            if let (Some(prefix), Some(part)) = (tokens.prefix_space, inner.get_pre_tokenizer()) {
+                let mut part = part.clone();
+                set_prefix_space(&mut part, prefix);
+                inner.with_pre_tokenizer(Some(part));
+            }
+            inner.set_encode_special_tokens(tokens.split_special);
         }
         // Only panics are refused: a tokenizer may lack a token for a letter and return an error.
         for special in [false, true] {
