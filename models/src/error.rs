@@ -89,7 +89,7 @@ pub enum Error {
     },
     /// A rank of 0 or above the limit, or an alpha that is not a finite number above 0.
     #[error(
-        "rank {rank} and alpha {alpha} make no adapter\nhint: a rank from 1 to {max}, and an alpha above 0"
+        "rank {rank} and alpha {alpha:?} make no adapter\nhint: a rank from 1 to {max}, and an alpha above 0"
     )]
     Rank {
         /// The requested rank.
@@ -115,7 +115,7 @@ pub enum Error {
     },
     /// More positions than the context length of the model.
     #[error(
-        "{need} positions, but the model has {max_seq}\nhint: a shorter prompt, fewer tokens to come, or --max-context"
+        "{need} positions, but the model has {max_seq}\nhint: fewer tokens, or --max-context for a longer context"
     )]
     Context {
         /// Number of positions requested.

@@ -96,22 +96,25 @@ const CARDS: [Card; 37] = [
     },
 ];
 
-/// Returns the names of all cards.
-fn cards() -> impl Iterator<Item = &'static str> {
-    CARDS.iter().map(|card| card.name)
-}
-
 impl ArchProfile {
+    /// Returns the names of all published cards that [`ArchProfile::card`] knows.
+    pub fn cards() -> impl Iterator<Item = &'static str> {
+        CARDS.iter().map(|card| card.name)
+    }
+
     /// Returns the profile of a published card with the memory that a driver leaves to programs. Unlike a recorded
     /// profile, it was not read from the card: it serves memory plans.
     ///
     /// # Errors
     /// [`UnknownProfile`] lists the names.
     pub fn card(name: &str) -> Result<Self, UnknownProfile> {
-        let card = CARDS.iter().find(|card| card.name == name).ok_or_else(|| UnknownProfile {
-            name: name.to_owned(),
-            known: cards().collect::<Vec<_>>().join(", "),
-        })?;
+        let card =
+            CARDS.iter().find(|card| card.name.eq_ignore_ascii_case(name)).ok_or_else(|| {
+                UnknownProfile {
+                    name: name.to_owned(),
+                    known: Self::cards().collect::<Vec<_>>().join(", "),
+                }
+            })?;
         let base = Self::recorded(card.base)?;
         let Card { compute_capability, processors, .. } = *card;
         Ok(Self {

@@ -168,7 +168,7 @@ impl ArchProfile {
 
 /// A profile name that is not recorded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown profile `{name}`\nhint: recorded profiles: {known}")]
+#[error("unknown profile `{name}`\nhint: use one of {known}")]
 pub struct UnknownProfile {
     pub name: String,
     pub known: String,
@@ -192,7 +192,7 @@ impl ArchProfile {
     /// # Errors
     /// [`UnknownProfile`] lists the recorded names.
     pub fn recorded(name: &str) -> Result<Self, UnknownProfile> {
-        let found = RECORDED.iter().find(|(n, _)| *n == name);
+        let found = RECORDED.iter().find(|(own, _)| own.eq_ignore_ascii_case(name));
         let (_, text) = found.ok_or_else(|| UnknownProfile {
             name: name.to_owned(),
             known: recorded().collect::<Vec<_>>().join(", "),

@@ -1,12 +1,16 @@
 //! Arguments that choose a device and a model, and load it.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fmt;
 use std::io::{self, IsTerminal};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use clap::builder::{PossibleValue, TypedValueParser};
 use command::OutFile;
 use flashover::bench::SpeedTest;
 use flashover::bench::trace::{AlreadyRecording, Recording};
@@ -22,19 +26,64 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::panics;
 
+/// Parses an argument; shells complete its names, and its help says them in its own words.
+pub(crate) fn named<T>(
+    names: impl IntoIterator<Item = &'static str>,
+    parse: fn(&str) -> Result<T, String>,
+) -> impl TypedValueParser<Value = T>
+where
+    T: Clone + Send + Sync + 'static,
+{
+    let names = names.into_iter().map(PossibleValue::new).collect();
+    Named { names, parse }
+}
+
+/// Parses with the type's own parser, like [`named`].
+pub(crate) fn choice<T>(
+    names: impl IntoIterator<Item = &'static str>,
+) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err: fmt::Display> + Clone + Send + Sync + 'static,
+{
+    named(names, |text| text.parse().map_err(|why: T::Err| why.to_string()))
+}
+
+#[derive(Clone)]
+struct Named<T> {
+    names: Vec<PossibleValue>,
+    parse: fn(&str) -> Result<T, String>,
+}
+
+impl<T: Clone + Send + Sync + 'static> TypedValueParser for Named<T> {
+    type Value = T;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<T, clap::Error> {
+        self.parse.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(self.names.iter().cloned()))
+    }
+}
+
 /// Choice of the device.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceArgs {
     /// Backend: cuda, vulkan, webgpu or cpu [default: the one that `flashover doctor` lists under `chosen`]
-    #[arg(long)]
+    #[arg(long, value_parser = choice::<Backend>(Backend::ALL.map(Backend::name)), hide_possible_values = true)]
     backend: Option<Backend>,
     /// Index of the device among those of the backend, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
     /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend. `plan` takes
     /// any published card instead, such as rtx3060 or l4, and needs no device
-    #[arg(long)]
+    #[arg(long, value_parser = choice::<String>(ArchProfile::cards()), hide_possible_values = true)]
     profile: Option<String>,
 }
 
@@ -72,7 +121,7 @@ pub(crate) struct SubjectArgs {
     #[arg(long, short)]
     model: Option<PathBuf>,
     /// Published model shape to fill with random weights, such as llama-3-8b
-    #[arg(long)]
+    #[arg(long, value_parser = choice::<String>(Engine::shapes()), hide_possible_values = true)]
     shape: Option<String>,
     #[command(flatten)]
     hub: HubArgs,
@@ -91,12 +140,12 @@ pub(crate) enum Subject<'a> {
 pub(crate) struct LoadArgs {
     /// Compute dtype: f32, tf32, f16 or bf16 [default: the dtype of the files, or f32 on a CPU or if the device lacks
     /// it]
-    #[arg(long, value_parser = dtype)]
+    #[arg(long, value_parser = named(["f32", "tf32", "f16", "bf16"], dtype), hide_possible_values = true)]
     dtype: Option<Compute>,
-    #[arg(long, value_parser = quant, help = quant_help())]
+    #[arg(long, value_parser = named(WeightFormat::at_load().map(WeightFormat::name), quant), hide_possible_values = true, help = quant_help())]
     quant: Option<WeightFormat>,
     /// Format of the KV cache: float (the compute dtype) or int8
-    #[arg(long, default_value = "float", value_parser = kv_format)]
+    #[arg(long, default_value = "float", value_parser = named(KvFormat::ALL.map(KvFormat::name), kv_format), hide_possible_values = true)]
     kv_cache: KvFormat,
     /// Quantise prefill activations to int8 for matmuls with 8-bit weights, except outlier columns; CUDA only, less
     /// exact, and faster only if outliers are rare
@@ -107,7 +156,7 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "TOKENS")]
     max_context: Option<NonZeroUsize>,
     /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
-    #[arg(long, default_value = "default")]
+    #[arg(long, default_value = "default", value_parser = choice::<Policy>(Policy::ALL.map(Policy::name)), hide_possible_values = true)]
     policy: Policy,
     #[command(flatten)]
     device: DeviceArgs,
@@ -135,7 +184,7 @@ struct BudgetArgs {
 pub(crate) struct PresetArgs {
     /// Choose the precision that suits a use and fits the device, unless --quant is given: code-generation, inference
     /// or latency
-    #[arg(long)]
+    #[arg(long, value_parser = choice::<Preset>(Preset::ALL.map(Preset::name)), hide_possible_values = true)]
     pub(crate) preset: Option<Preset>,
 }
 

@@ -6,7 +6,7 @@ use flashover::memory::{Plan, PlanError, Preset, Workload};
 use flashover::train::{Recompute, Training};
 use flashover::{EngineOptions, LoadError};
 
-use crate::model_args::SubjectArgs;
+use crate::model_args::{SubjectArgs, choice};
 use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
 
 #[derive(clap::Args)]
@@ -20,7 +20,7 @@ pub(crate) struct Args {
     context: Option<usize>,
     /// Choose precision and batch for a use, unless --quant and --batch set them: code-generation, inference, latency
     /// or training
-    #[arg(long)]
+    #[arg(long, value_parser = choice::<Preset>(Preset::ALL.map(Preset::name)), hide_possible_values = true)]
     preset: Option<Preset>,
     /// Plan for training instead of generation
     #[arg(long, value_enum)]

@@ -42,7 +42,7 @@ impl PromptArgs {
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
     /// Always take the most likely token, like --temperature 0
-    #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p"])]
+    #[arg(long)]
     greedy: bool,
     /// Sampling temperature; 0 always takes the most likely token [default: from generation_config.json, else 0]
     #[arg(long, allow_negative_numbers = true)]
@@ -81,6 +81,11 @@ impl SamplingArgs {
         let mut request = of.request();
         let sampling = &mut request.sampling;
         let temperature = self.temperature.unwrap_or(sampling.temperature);
+        if let (true, Some(other)) = (self.greedy, self.temperature.filter(|own| *own != 0.0)) {
+            bail!(
+                "--greedy is temperature 0, but --temperature is {other}\nhint: leave out one of them"
+            );
+        }
         sampling.temperature = if self.greedy { 0.0 } else { temperature };
         sampling.top_k = self.top_k.unwrap_or(sampling.top_k);
         sampling.top_p = self.top_p.unwrap_or(sampling.top_p);
@@ -133,7 +138,10 @@ fn text_of(from: impl Read) -> io::Result<String> {
     if bytes.len() as u64 > TEXT_BYTES {
         return Err(io::Error::other(format!("the text is larger than {} MiB", TEXT_BYTES >> 20)));
     }
-    String::from_utf8(bytes).map_err(|why| io::Error::new(io::ErrorKind::InvalidData, why))
+    let text =
+        String::from_utf8(bytes).map_err(|why| io::Error::new(io::ErrorKind::InvalidData, why))?;
+    // Some editors begin a file with a mark.
+    Ok(text.strip_prefix('\u{feff}').map_or(text.clone(), str::to_owned))
 }
 
 /// Returns the error for standard input that is not readable text.

@@ -16,7 +16,7 @@ use report::TrainingStep;
 use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
-use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, loaded};
+use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, choice, loaded};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -59,7 +59,7 @@ struct TrainingArgs {
     #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
     batch: Option<u32>,
     /// Choose precision and batch that fit the device, unless --quant and -b are given: training
-    #[arg(long)]
+    #[arg(long, value_parser = choice::<Preset>(Preset::ALL.map(Preset::name)), hide_possible_values = true)]
     preset: Option<Preset>,
     /// Batches per step, whose gradients are added
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
@@ -137,6 +137,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let file = args.trace.file()?;
     let page = args.html.as_deref().map(OutFile::new).transpose()?;
+    if let (Some(page), Some(trace)) = (&page, &file)
+        && page.is_same(trace)
+    {
+        bail!("--html and --profile-trace name the same file\nhint: name two files");
+    }
     let (folder, adapter) = args.model.open_apart()?;
     let output = &args.output;
     let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
@@ -260,12 +265,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     trainer.reserve(workload)?;
     command::note!(
-        "{}, {} of them cut, {} left out; {} of {batch}{} examples",
+        "{}, {} of them cut, {} left out; {}, batches of {}{}",
         command::count(data.examples.len(), "example"),
         data.cut,
         data.left_out,
         command::count(steps, "step"),
-        if accumulate > 1 { format!(" times {accumulate}") } else { String::new() },
+        command::count(batch, "example"),
+        if accumulate > 1 { format!(", {accumulate} per step") } else { String::new() },
     );
     if data.diverged > 0 {
         command::note!(
@@ -315,18 +321,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ended = ended.and(saved);
     }
     let traced = tracing.finish(trainer.engine());
-    let facts = [
+    let after = if ended.is_ok() { loss(&mut trainer, held_out.as_ref(), batch)? } else { None };
+    let mut facts = vec![
         ("model", trainer.engine().folder().display().to_string()),
         ("data", args.data.display().to_string()),
         ("device", format!("{} ({})", device.profile().name, device.backend())),
         ("adapter", format!("rank {}, alpha {}", lora.rank, lora.alpha)),
         ("batch", format!("{batch} x {accumulate} of at most {context} tokens")),
     ];
+    facts.extend(before.map(|loss| ("held out, before", format!("loss {loss:.4}"))));
+    facts.extend(after.map(|loss| ("held out, after", format!("loss {loss:.4}"))));
+    if trainer.done() < steps {
+        facts.push(("stopped", format!("after {} of {steps} steps", trainer.done())));
+    }
     let shown = page.map_or(Ok(()), |page| page.write(report::training(&facts, &taken).as_bytes()));
     ended?;
     traced?;
     shown?;
-    let after = loss(&mut trainer, held_out.as_ref(), batch)?;
     if interrupt::came() && trainer.done() == 0 {
         return Err(Stopped("stopped before the first step; nothing is saved".to_owned()).into());
     }
@@ -382,9 +393,12 @@ fn rescue(trainer: &Trainer, output: &Path, why: TrainError) -> Result<(), Train
     beside.push(".rescued");
     let temporary = env::temp_dir().join(format!("flashover-adapter-{}", process::id()));
     for folder in [PathBuf::from(beside), temporary] {
-        if trainer.save(&folder).is_ok() {
-            command::note!("the adapter after {steps} is in {}", folder.display());
-            break;
+        match trainer.save(&folder) {
+            Ok(()) => {
+                command::note!("the adapter after {steps} is in {}", folder.display());
+                break;
+            }
+            Err(why) => command::note!("warning: the adapter is not saved: {why}"),
         }
     }
     Err(why)

@@ -113,7 +113,11 @@ impl Parts {
     /// Refuses parts that multiply a text. Invalid parts pass; the `tokenizers` crate reports them.
     pub(crate) fn check(&self, probe: &str) -> Result<(), String> {
         let added = self.added_tokens.as_array().into_iter().flatten();
-        check_tokens(added.filter_map(|token| token.get("content")?.as_str()))?;
+        check_tokens(added.filter_map(|token| {
+            let strips =
+                ["lstrip", "rstrip"].iter().any(|own| token.get(own) == Some(&true.into()));
+            Some((token.get("content")?.as_str()?, strips))
+        }))?;
         self.model.as_ref().map_or(Ok(()), Model::check)?;
         let parts = [&self.normalizer, &self.pre_tokenizer, &self.post_processor, &self.decoder];
         let names = ["normalizer", "pre_tokenizer", "post_processor", "decoder"];
@@ -200,10 +204,17 @@ impl Model {
     }
 }
 
-/// Refuses tokens that would take long to add.
-pub(crate) fn check_tokens<'a>(tokens: impl Iterator<Item = &'a str>) -> Result<(), String> {
+/// Refuses tokens that would take long to add, or to find in a text. Each comes with whether it takes the spaces
+/// around it.
+pub(crate) fn check_tokens<'a>(
+    tokens: impl Iterator<Item = (&'a str, bool)>,
+) -> Result<(), String> {
     let mut squares = 0;
-    for token in tokens {
+    for (token, strips) in tokens {
+        // The time for a text of spaces would be quadratic.
+        if strips && token.trim().is_empty() {
+            return Err("an added token of spaces has lstrip or rstrip".to_owned());
+        }
         let bytes = token.len();
         if bytes > MAX_TOKEN {
             return Err(format!("a token has {bytes} bytes, expected at most {MAX_TOKEN}"));

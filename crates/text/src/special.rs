@@ -155,7 +155,7 @@ impl FolderTokens {
         tokens.split_special = settings.split_special_tokens.unwrap_or(false);
         tokens.prepend = settings.prepend(json(&folder.join("config.json"))?);
         let all = tokens.named().chain(&tokens.added).chain(&tokens.extra);
-        check_tokens(all.map(|token| token.content.as_str()))
+        check_tokens(all.map(|token| (token.content.as_str(), token.lstrip || token.rstrip)))
             .map_err(|why| Error::Config { path: folder.to_owned(), why })?;
         Ok(tokens)
     }

@@ -125,7 +125,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["--max-grad-norm", "-1"], "a gradient norm of 0 or more, got -1\nhint: ");
     with(&["--clip", "nan"], "a gradient norm of 0 or more, got NaN\nhint: ");
     with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
-    with(&["--lora-alpha", "0"], "rank 16 and alpha 0 make no adapter\nhint: ");
+    with(&["--lora-alpha", "0"], "rank 16 and alpha 0.0 make no adapter\nhint: ");
     with(&["--profile-trace", &data], "is read and written\nhint: ");
     with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
     let other = fixture("llama").join("lora");
@@ -135,7 +135,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         "--adapter sets rank, alpha and matrices\nhint: ",
     );
     with(&["--kv-cache", "int8"], "training has no KV cache\nhint: ");
-    with(&["--lora-rank", "0"], "rank 0 and alpha 0 make no adapter\nhint: ");
+    with(&["--lora-rank", "0"], "rank 0 and alpha 0.0 make no adapter\nhint: ");
     with(
         &["--lora-targets", "head"],
         "no matrix of a layer is called head\nhint: one of down_proj, ",

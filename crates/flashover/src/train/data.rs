@@ -102,8 +102,12 @@ struct Turn {
 impl Line {
     /// Parses a line. The error is the problem of the JSON, or names the fields that are there.
     fn read(line: &str) -> Result<Self, String> {
-        let value: Value =
-            serde_json::from_str(line).map_err(|why| format!("is no JSON: {why}"))?;
+        let value: Value = serde_json::from_str(line).map_err(|why| {
+            let text = why.to_string();
+            // serde counts lines within this one.
+            let text = text.split(" at line ").next().unwrap_or(&text);
+            format!("is no JSON: {text}, at character {}", why.column())
+        })?;
         let Value::Object(fields) = &value else { return Err("is no object".to_owned()) };
         let names: Vec<&str> = fields.keys().map(String::as_str).collect();
         let names = text::quoted(&names.join(", "));
@@ -158,9 +162,10 @@ impl Dataset {
                     line: index + 1,
                     why,
                 };
-                let line = Line::read(line).map_err(bad)?;
+                // Files that were appended to another begin with a mark each.
+                let line = Line::read(line.trim_start_matches('\u{feff}')).map_err(bad)?;
                 let (example, diverged) = line.example(&encoder)?.ok_or_else(|| {
-                    bad("has messages whose template does not put the answer last".to_owned())
+                    bad("has messages that do not end with an answer, or its template moves the answer".to_owned())
                 })?;
                 all.add(example, diverged, context);
             }

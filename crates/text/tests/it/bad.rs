@@ -182,6 +182,11 @@ fn a_tokenizer_that_takes_long_is_refused() {
         assert!(hinted(&error).contains(why), "{error}");
     }
     with("added_tokens", &added("ab".repeat(500))).expect("long");
+    let mut spaces = added("  ".to_owned());
+    with("added_tokens", &spaces).expect("as in published files");
+    spaces[0]["lstrip"] = true.into();
+    let error = with("added_tokens", &spaces).expect_err("quadratic in a text of spaces");
+    assert!(hinted(&error).contains("an added token of spaces has lstrip or rstrip"), "{error}");
     timed(move || {
         let tokenizer = with("model", &unigram(256)).expect("as long as it may be");
         tokenizer.encode(&"a".repeat(100_000), false).expect("a long word");
