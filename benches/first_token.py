@@ -1,10 +1,10 @@
-"""Seconds from the start of `flashover generate` to the end of a run of one token, without kernels kept and with.
+"""Measures the seconds of a `flashover generate` run of one token, with a cold and a warm kernel cache.
 
     python3 benches/first_token.py --program target/release/flashover --model DIR --cores 16 -- --backend cuda
 
-Options after `--` go to `flashover generate`. A cold run has an empty home, and so no kept kernels; the driver's own cache
-is empty too. A warm run follows in the same home. Each line of the output is one run, as JSON. Files of the model are in
-the page cache of the host after the first run, which is thrown away.
+Options after `--` are passed to `flashover generate`. A cold run has an empty home folder, so neither the kernel cache
+nor the driver's cache has entries. A warm run follows in the same home folder. Each line of the output is one run, as
+JSON. A first run, which is not reported, brings the files of the model into the page cache of the host.
 """
 
 import argparse
@@ -22,9 +22,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--program", default="flashover")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="cores that the program may use")
-    parser.add_argument("--runs", type=int, default=3, help="cold runs")
-    parser.add_argument("options", nargs="*", help="more of `flashover generate`")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="number of cores that the program may use")
+    parser.add_argument("--runs", type=int, default=3, help="number of cold runs")
+    parser.add_argument("options", nargs="*", help="more options of `flashover generate`")
     args = parser.parse_args()
 
     command = [args.program, "generate", "--model", args.model, *args.options]

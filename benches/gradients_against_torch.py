@@ -1,8 +1,11 @@
-"""Attention and its gradients against torch's on a CUDA card: `python3 gradients_against_torch.py FLASHOVER > rows.jsonl`.
+"""Compares attention and its gradients with torch's on a CUDA card.
 
-Both run on the same inputs; the judge of both is torch's own plain attention in f64 on the stored values. A case passes
-where no error of ours is above twice torch's own and one unit of rounding (in f32 what a sum of 2048 loses, 2^-18), as
-largest error over largest value. Exit code 1 where one does not."""
+    python3 gradients_against_torch.py FLASHOVER > rows.jsonl
+
+Both run on the same inputs. The reference is plain attention by torch in f64 on the stored values. An error is the
+largest difference divided by the largest value. A case passes if our error is at most twice torch's error plus one
+rounding unit; the unit in f32 is 2^-18, the loss of a sum of 2048 terms. The exit code is 1 if a case fails.
+"""
 
 import itertools
 import json
@@ -24,7 +27,7 @@ PARTS = ("out", "dq", "dk", "dv")
 
 
 def write(path, tensors):
-    """The safetensors format: the length of a JSON header, the header, the bytes."""
+    """Writes a safetensors file: the length of the JSON header, the header, the bytes."""
     header, data = {}, b""
     for name, tensor in tensors.items():
         raw = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
@@ -49,7 +52,7 @@ def read(path):
 
 
 def hidden(seq_q, seq_kv, causal, window):
-    """True where a key is seen: causal order is bottom-right aligned."""
+    """Returns True where a query sees a key. Causal order is bottom-right aligned."""
     distance = torch.arange(seq_q, device="cuda")[:, None] + seq_kv - seq_q - torch.arange(seq_kv, device="cuda")
     seen = torch.ones_like(distance, dtype=torch.bool)
     if causal:
@@ -60,7 +63,7 @@ def hidden(seq_q, seq_kv, causal, window):
 
 
 def plain(q, k, v, seen):
-    """In f64; a query that sees nothing gives 0."""
+    """Returns plain attention in f64. A query that sees no keys gives 0."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[3])
@@ -76,7 +79,7 @@ def differentiated(of, q, k, v, dout):
 
 
 def torchs(seen, whole):
-    """torch's own kernels: the mask only where there is something to hide, for its flash attention takes none."""
+    """Returns torch's attention. It passes a mask only if a key is hidden, because flash attention supports no mask."""
     mask = None if whole else seen
     return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -125,7 +128,7 @@ def main(program):
         q, k, v, dout = make(heads, seq_q), make(kv_heads, seq_kv), make(kv_heads, seq_kv), make(heads, seq_q)
         settings = [f"causal={str(causal).lower()}"] + ([f"window={window}"] if window else [])
         cases.append((dtype, size, causal, window, {"q": q, "k": k, "v": v, "dout": dout}, settings))
-    # A process each, which compiles for seconds.
+    # Each case is a process, which compiles for seconds.
     with ThreadPoolExecutor(12) as pool:
         own = [pool.submit(ours, program, folder / str(i), case[4], case[5]) for i, case in enumerate(cases)]
         passed = all([judged(case, mine.result(), about) for case, mine in zip(cases, own)])

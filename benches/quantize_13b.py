@@ -1,8 +1,11 @@
-"""Quantises a checkpoint of LLaMA-2 13B's shape and tells what that takes: `python3 quantize_13b.py FLASHOVER FOLDER [OPTIONS]`.
+"""Measures the time and memory of quantising a checkpoint with the shape of LLaMA-2 13B.
 
-Writes 26 GB of random bf16 weights into FOLDER/llama, in shards as the Hub has them, where they are not there yet, runs
-`FLASHOVER quantize` from there to FOLDER/quantised with OPTIONS (such as `--backend cuda --quant nf4`), and prints one line
-of JSON: seconds, bytes, the peaks of host and device as the command tells them, and the largest tensor beside them."""
+    python3 quantize_13b.py FLASHOVER FOLDER [OPTIONS]
+
+Writes 26 GB of random bf16 weights to FOLDER/llama if that folder does not exist, in shards as on the Hub. Runs
+`FLASHOVER quantize` from there to FOLDER/quantised with OPTIONS (such as `--backend cuda --quant nf4`). Prints one line
+of JSON: seconds, bytes, the peak memory of host and device that the command reports, and the size of the largest tensor.
+"""
 
 import json
 import os
@@ -56,7 +59,7 @@ def size(shape):
 
 
 def noise():
-    """64 MiB of bf16 between 2^-7 and 2^-5, of both signs."""
+    """Returns 64 MiB of random bf16 with magnitudes from 2^-7 to 2^-5 and both signs."""
     half = 32 << 20
     block = bytearray(2 * half)
     block[0::2] = os.urandom(half)
@@ -107,7 +110,7 @@ def main(program, folder, options):
     said = run.stdout + run.stderr
     peaks = re.search(r"peak memory: host ([\d.]+) MiB, ([\d.]+) MiB before the first tensor(?:; device ([\d.]+) MiB)?", said)
     if not peaks:
-        sys.exit(f"the command tells no peaks:\n{said}")
+        sys.exit(f"the command reported no peak memory:\n{said}")
     host, before, device = (peak and float(peak) for peak in peaks.groups())
     version = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout.strip()
     row = {

@@ -1,9 +1,10 @@
-"""Compares what the command quantises with bitsandbytes, bit by bit, at the sizes of a layer of Llama 3 8B.
+"""Compares quantised weights with bitsandbytes, bit by bit, at the sizes of a layer of Llama 3 8B.
 
-`python3 quantized_against_bitsandbytes.py FLASHOVER FOLDER TORCH_DEVICE [OPTIONS]` writes one layer of random bf16 weights
-into FOLDER/llama, runs `FLASHOVER quantize` from there to FOLDER/quantised with OPTIONS (such as `--backend cuda --quant
-nf4`), quantises the same weights by bitsandbytes on TORCH_DEVICE, and prints a line of JSON for each matrix: of its codes,
-its absmax and what is nested, how many values there are and how many differ.
+    python3 quantized_against_bitsandbytes.py FLASHOVER FOLDER TORCH_DEVICE [OPTIONS]
+
+Writes one layer of random bf16 weights to FOLDER/llama. Runs `FLASHOVER quantize` from there to FOLDER/quantised with
+OPTIONS (such as `--backend cuda --quant nf4`). Quantises the same weights with bitsandbytes on TORCH_DEVICE. Prints one
+line of JSON per matrix: the number of values, and of different values, in its quantised values, absmax and nested parts.
 """
 
 import json
@@ -54,7 +55,7 @@ def write(folder):
 
 
 def four_bit(weight, state):
-    """The parts as a file of bitsandbytes' has them."""
+    """Returns the parts of a weight as in a file of bitsandbytes."""
     block_size, nested = state["blocksize"], "nested_blocksize" in state
     codes, made = quantize_4bit(
         weight, blocksize=block_size, compress_statistics=nested, quant_type=state["quant_type"]
@@ -69,7 +70,7 @@ def four_bit(weight, state):
 def differ(ours, theirs):
     ours, theirs = ours.flatten(), theirs.cpu().flatten()
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        sys.exit(f"{ours.dtype} {tuple(ours.shape)} beside {theirs.dtype} {tuple(theirs.shape)}")
+        sys.exit(f"{ours.dtype} {tuple(ours.shape)}, expected {theirs.dtype} {tuple(theirs.shape)}")
     return {"values": ours.numel(), "differ": int((ours != theirs).sum())}
 
 

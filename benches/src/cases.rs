@@ -42,7 +42,8 @@ pub(crate) fn check_filter(suite: Suite, filter: &str) -> anyhow::Result<()> {
     }
     let near: Vec<_> = nearest(&names, filter).iter().map(|name| format!("`{name}`")).collect();
     bail!(
-        "no case of suite {suite} has `{filter}` in its name\nhint: its cases are such as {}",
+        "no case of suite {suite} has `{filter}` in its name\nhint: use part of a case name such \
+         as {}",
         near.join(", ")
     )
 }
@@ -92,7 +93,7 @@ mod tests {
         assert!(matches!(select(Scale::Host, "14336x4096"), Ok(0)));
         assert!(matches!(select(Scale::Host, "copy"), Ok(0)), "a ceiling");
         let error = select(Scale::Host, "conv").expect_err("there is none").to_string();
-        assert!(error.contains("\nhint: its cases are such as `"), "{error}");
+        assert!(error.contains("\nhint: use part of a case name such as `"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! The program `flashover-bench`, which measures kernels and models. `bench` and `verify` start one process of it per
-//! back end, with `run` or `check`. That process prints JSON lines ([`record::Line`]), which the parent turns into
+//! backend, with `run` or `check`. That process prints JSON lines ([`record::Line`]), which the parent turns into
 //! tables.
 
 mod cases;
@@ -53,7 +53,7 @@ impl Target {
     }
 
     /// Opens the device like [`Target::open`]. For a profile of another backend, emits one skipped line and returns
-    /// `None`, so that a run over all back ends continues.
+    /// `None`, so that a run over all backends continues.
     fn open_or_skip(&self) -> anyhow::Result<Option<Device>> {
         if let Some(name) = &self.profile {
             let of = ArchProfile::recorded(name)?.backend;
@@ -72,7 +72,7 @@ impl Target {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure every kernel on the devices of this machine, one `run` process per back end, and print tables
+    /// Measure every kernel on the devices of this machine, one `run` process per backend, and print tables
     #[command(args_override_self = true)]
     Bench {
         #[command(flatten)]
@@ -81,7 +81,7 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         demo: Option<PathBuf>,
     },
-    /// Check every kernel against the reference on its edge cases, one `check` process per back end
+    /// Check every kernel against the reference on its edge cases, one `check` process per backend
     Verify {
         #[command(flatten)]
         args: VerifyArgs,
@@ -178,8 +178,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// True if this process was started by that name. A bundle has both programs in one file, since they share the back
-/// ends, which are most of their size.
+/// True if this process was started by that name. A bundle has both programs in one file: they share the
+/// backends, which are most of the size.
 fn called_as(name: &str) -> bool {
     std::env::args_os()
         .next()

@@ -285,7 +285,8 @@ fn measure(
     (record.max_err, record.tolerance) = (Some(gap), Some(tolerance));
     if gap.is_nan() || gap > tolerance {
         record.error = Some(format!(
-            "steps differ from a prompt by {gap:.1e} of the largest logit, over {tolerance:.1e}"
+            "decode steps differ from prefill by {gap:.1e} of the largest logit, expected at most \
+             {tolerance:.1e}"
         ));
         return Ok(());
     }
@@ -310,7 +311,7 @@ fn measure(
     };
     let samples: Vec<f64> = samples.iter().map(|ns| ns / parts).collect();
     let Some(Summary { median, p10, p90, p95, samples }) = Summary::from_samples(&samples) else {
-        record.error = Some("the clock gave no finite time".to_owned());
+        record.error = Some("the clock returned no finite time".to_owned());
         return Ok(());
     };
     (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));

@@ -17,8 +17,10 @@ pub(crate) fn dirty() -> bool {
 
 /// Current time in UTC, to the second.
 pub(crate) fn now() -> anyhow::Result<String> {
-    let now = OffsetDateTime::now_utc().replace_nanosecond(0).context("the clock is broken")?;
-    now.format(&Rfc3339).context("the date cannot be written")
+    let now = OffsetDateTime::now_utc()
+        .replace_nanosecond(0)
+        .context("the system clock is before 1970")?;
+    now.format(&Rfc3339).context("cannot format the date")
 }
 
 /// Describes `device`, without measured ceilings.

@@ -52,7 +52,7 @@ pub(crate) fn run(
     let torch = match &peers.torch {
         Some(python) if device.backend() == Backend::Cuda => Some(Torch::start(python)?),
         Some(_) => {
-            eprintln!("torch is measured beside CUDA only");
+            eprintln!("torch is measured with CUDA only");
             None
         }
         None => None,
@@ -127,7 +127,7 @@ fn add_torch(record: &mut Record, torch: &mut Torch, case: &dyn AnyBench, sets: 
     let Some((library, request)) = case.torch() else { return };
     match torch.measure(request, sets) {
         Ok(ns) => drop(record.peers.insert(library.to_owned(), ns)),
-        Err(e) => eprintln!("{}: no figure of {library}'s: {e}", record.case()),
+        Err(e) => eprintln!("{}: no time for {library}: {e}", record.case()),
     }
 }
 

@@ -1,4 +1,4 @@
-"""Times torch on the cases that arrive as JSON lines; answers each with one line."""
+"""Times torch on the cases in JSON lines from standard input, and prints one line per case."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ try:
     from triton.testing import do_bench, do_bench_cudagraph
 
     say(version=torch.__version__, device=torch.cuda.get_device_name())
-except Exception as why:  # what is missing is the caller's to report
+except Exception as why:  # the caller reports the missing module
     say(error=f"{type(why).__name__}: {why}")
     sys.exit(0)
 
@@ -38,13 +38,13 @@ def operand(batch, rows, cols, layout, dtype):
 
 
 def matmul(case, dtype):
-    """One product, on the next of the operand sets at each call."""
+    """Returns a matmul that uses the next operand set at each call."""
     torch.backends.cuda.matmul.allow_tf32 = case["dtype"] == "tf32"
     torch.backends.cuda.matmul.allow_fp16_accumulation = case["dtype"] == "f16acc16"
     m, n, k, batch = case["m"], case["n"], case["k"], case["batch"]
     if case["rows"]:
         return grouped(case, dtype)
-    # As many operand sets as ours, so that neither finds them in the last-level cache.
+    # The number of operand sets equals ours, so that neither side reads them from the last-level cache.
     turns = itertools.cycle(
         [
             (
@@ -64,7 +64,7 @@ def matmul(case, dtype):
 
 
 def grouped(case, dtype):
-    """Products of groups of rows, on the next of the operand sets at each call."""
+    """Returns a grouped matmul that uses the next operand set at each call."""
     m, n, k, groups = case["m"], case["n"], case["k"], case["batch"]
     ends = torch.tensor(case["rows"][1:], device="cuda", dtype=torch.int32)
     turns = itertools.cycle(
@@ -82,7 +82,7 @@ def grouped(case, dtype):
 
 
 def attention(case, dtype):
-    """One scaled dot product attention by FlashAttention-2, on the next of the operand sets."""
+    """Returns an attention by FlashAttention-2 that uses the next operand set at each call."""
 
     def heads(count, seq):
         shape = (case["batch"], count, seq, case["head_dim"])
@@ -109,7 +109,7 @@ def attention(case, dtype):
 
 
 def attention_backward(case, dtype):
-    """The gradients of one such attention, on the next of the operand sets."""
+    """Returns the backward pass of that attention; it uses the next operand set at each call."""
 
     def heads(count, seq):
         shape = (case["batch"], count, seq, case["head_dim"])
@@ -135,7 +135,7 @@ def attention_backward(case, dtype):
 
 
 def weights(case, dtype):
-    """Quantised weights, one for each of the operand sets."""
+    """Returns NF4 weights, one per operand set."""
     from bitsandbytes.functional import quantize_4bit
 
     def weight():
@@ -151,7 +151,7 @@ def weights(case, dtype):
 
 
 def nf4(case, dtype):
-    """One product with a weight in 4 bits by bitsandbytes, on the next of the operand sets."""
+    """Returns a matmul with a 4-bit weight by bitsandbytes; it uses the next operand set at each call."""
     from bitsandbytes import matmul_4bit
 
     x = torch.randn((case["m"], case["k"]), device="cuda", dtype=dtype)
@@ -174,7 +174,7 @@ def nf4(case, dtype):
 
 
 def nf4_dequantize(case, dtype):
-    """A weight in 4 bits made dense by bitsandbytes."""
+    """Returns a dequantisation of a 4-bit weight by bitsandbytes."""
     from bitsandbytes.functional import dequantize_4bit
 
     turns = itertools.cycle(weights(case, dtype))
@@ -187,7 +187,7 @@ def nf4_dequantize(case, dtype):
 
 
 def nf4_quantize(case, dtype):
-    """A weight quantised to 4 bits by bitsandbytes."""
+    """Returns a quantisation to 4 bits by bitsandbytes."""
     from bitsandbytes.functional import quantize_4bit
 
     shape = (case["n"], case["k"])
@@ -206,7 +206,7 @@ def nf4_quantize(case, dtype):
 
 
 def rows(case):
-    """Weights that bitsandbytes quantised to 8 bits, codes and absmax, one for each of the operand sets."""
+    """Returns int8 weights of bitsandbytes, quantised values and absmax, one per operand set."""
     from bitsandbytes.functional import int8_vectorwise_quant
 
     def weight():
@@ -217,7 +217,7 @@ def rows(case):
 
 
 def int8(case, dtype):
-    """One product with a weight in 8 bits by bitsandbytes, which always rounds x to 8 bits too."""
+    """Returns a matmul with an int8 weight by bitsandbytes, which always rounds x to int8 too."""
     from bitsandbytes import MatmulLtState, matmul as matmul_8bit
 
     x = torch.randn((case["m"], case["k"]), device="cuda", dtype=dtype)
@@ -233,13 +233,13 @@ def int8(case, dtype):
         state = next(turns)
         matmul_8bit(x, state.CB, state=state, threshold=case["threshold"])
 
-    # Which columns outlie is asked of the host, so that no graph holds it.
+    # The host reads which columns are outlier columns, so the matmul cannot be captured in a graph.
     run.waits = case["threshold"] > 0
     return run
 
 
 def int8_dequantize(case, dtype):
-    """A weight in 8 bits made dense by bitsandbytes."""
+    """Returns a dequantisation of an int8 weight by bitsandbytes."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     turns = itertools.cycle(rows(case))
@@ -252,7 +252,7 @@ def int8_dequantize(case, dtype):
 
 
 def int8_quantize(case, dtype):
-    """A weight quantised to 8 bits by bitsandbytes, which takes f16."""
+    """Returns a quantisation to int8 by bitsandbytes, which needs f16 input."""
     from bitsandbytes.functional import int8_vectorwise_quant
 
     shape = (case["n"], case["k"])
@@ -266,7 +266,7 @@ def int8_quantize(case, dtype):
 
 
 def cross_entropy(case, dtype):
-    """The loss of rows of logits, and their gradient where asked, as torch.compile fuses them."""
+    """Returns the loss of rows of logits, with the gradient if requested, fused by torch.compile."""
 
     def tokens():
         return torch.randint(case["vocab"], (case["rows"],), device="cuda")
@@ -309,10 +309,10 @@ for line in sys.stdin:
     try:
         run = OPS[case["op"]](case, DTYPES[case["dtype"]])
         torch.cuda.synchronize()
-        time.sleep(0.3)  # the rest that our own measurements begin with
+        time.sleep(0.3)  # our measurements begin with the same pause
         ms = do_bench(run, return_mode="median")
-        # As ours: short launches from a graph of many calls, each with the next set, because alone they
-        # wait for launches and for the cache to write back what do_bench left in it.
+        # Short launches are timed in a graph of many calls, each with the next operand set, as in our timing. A
+        # single short launch would include the launch latency and the write-back of do_bench's cache flush.
         if ms < 0.25 and not getattr(run, "waits", False):
             ms = min(ms, do_bench_cudagraph(run, return_mode="median"))
         say(ns=ms * 1e6)

@@ -32,14 +32,14 @@ impl Torch {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(|e| anyhow!("cannot start `{python}`: {e}\nhint: --torch takes a Python"))?;
+            .map_err(|e| anyhow!("cannot start `{python}`: {e}\nhint: set --torch to a Python"))?;
         let input = child.stdin.take().expect("piped");
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let mut torch = Self { child, input, output };
         match torch.answer()? {
-            Answer { version: Some(version), .. } => eprintln!("torch {version} beside us"),
+            Answer { version: Some(version), .. } => eprintln!("also measuring torch {version}"),
             Answer { error, .. } => bail!(
-                "`{python}` cannot measure torch: {}\nhint: it needs torch, triton and CUDA",
+                "`{python}` cannot measure torch: {}\nhint: install torch, triton and CUDA for it",
                 error.unwrap_or_default()
             ),
         }
@@ -52,7 +52,7 @@ impl Torch {
     /// The process has ended, or torch failed.
     pub(crate) fn measure(&mut self, mut case: Value, sets: usize) -> anyhow::Result<f64> {
         case["sets"] = sets.into();
-        writeln!(self.input, "{case}").context("torch has gone away")?;
+        writeln!(self.input, "{case}").context("the torch process ended")?;
         match self.answer()? {
             Answer { ns: Some(ns), .. } => Ok(ns),
             Answer { error, .. } => bail!("torch: {}", error.unwrap_or_default()),
@@ -61,8 +61,9 @@ impl Torch {
 
     fn answer(&mut self) -> anyhow::Result<Answer> {
         let mut line = String::new();
-        self.output.read_line(&mut line).context("torch has gone away")?;
-        serde_json::from_str(&line).with_context(|| format!("torch said `{}`", line.trim()))
+        self.output.read_line(&mut line).context("the torch process ended")?;
+        serde_json::from_str(&line)
+            .with_context(|| format!("unexpected line from the torch process: `{}`", line.trim()))
     }
 }
 

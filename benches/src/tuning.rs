@@ -90,12 +90,12 @@ fn show(cache: &TuneCache, filter: Option<&str>) -> anyhow::Result<bool> {
     }
     match filter {
         Some(filter) if shown == 0 => bail!(
-            "no result matches `{filter}`\nhint: keys look like `{} v{} cuda-sm90-132 [bf16 ..]`; without a filter all \
-             are shown",
+            "no result matches `{filter}`\nhint: use part of a key such as `{} v{} cuda-sm90-132 \
+             [bf16 ..]`, or omit the filter",
             KERNELS[0].name(),
             KERNELS[0].version(),
         ),
-        None if shown == 0 => text = "no result\n".to_owned(),
+        None if shown == 0 => text = "no results\n".to_owned(),
         _ => {}
     }
     command::print(&text)?;
@@ -116,8 +116,8 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
     let mut text = format!("{key}\n  {source}{time}: {}", entry.config);
     if let (Some((ns, config)), Some(own)) = (others.first(), entry.median_ns) {
         let margin = 100.0 * (ns / own - 1.0);
-        // A simpler config, which is earlier in the list, wins against one that is only this much faster.
-        let why = if *ns < own { ", too little to prefer it" } else { "" };
+        // A simpler config, which is earlier in the list, wins unless the other one is faster by the margin.
+        let why = if *ns < own { ", within the margin" } else { "" };
         text += &format!("\n  next {} ({margin:+.1}%{why}): {config}", us(*ns));
     }
     for t in entry.timings.iter().filter(|t| t.error.is_some()) {
@@ -136,7 +136,7 @@ fn describe(key: &str, entry: &Entry, source: Source) -> String {
 /// Reason why this program does not use `entry`; `None` if it does.
 fn unused(entry: &Entry) -> Option<String> {
     let Some(kernel) = suite::kernel(&entry.key.kernel) else {
-        return Some("there is no such kernel".to_owned());
+        return Some("unknown kernel".to_owned());
     };
     // Without a recorded profile, an architecture is known only by its id.
     let mut cards = arch::recorded().filter_map(|name| ArchProfile::recorded(name).ok());
@@ -166,8 +166,8 @@ fn select(
     let selected = cases::select(suite, Scale::of_device(device), filter)?;
     if selected.is_empty() {
         bail!(
-            "no case for this device matches `{}`\nhint: `flashover-bench list` names the cases of a \
-             suite",
+            "no case for this device matches `{}`\nhint: list the cases of a suite with \
+             `flashover-bench list`",
             filter.unwrap_or_default()
         );
     }
@@ -192,10 +192,13 @@ fn try_configs(
     file: &Path,
 ) -> anyhow::Result<bool> {
     let text = std::fs::read_to_string(file).map_err(|e| {
-        anyhow!("cannot read {}: {e}\nhint: --configs takes a file of configs", file.display())
+        anyhow!("cannot read {}: {e}\nhint: set --configs to a file of configs", file.display())
     })?;
     if text.trim().is_empty() {
-        bail!("{} has no config\nhint: one a line, as `tune show` prints them", file.display());
+        bail!(
+            "{} has no configs\nhint: write one config per line, as printed by `tune show`",
+            file.display()
+        );
     }
     let device = target.open()?;
     let tuner = tuner(&device)?;
@@ -204,7 +207,7 @@ fn try_configs(
         command::print(&format!("{}\n", case.name()))?;
         let timed = case
             .time(&tuner, &text)
-            .map_err(|why| anyhow!("{why}\nhint: `tune show` prints configs as they are read"))?;
+            .map_err(|why| anyhow!("{why}\nhint: write configs as printed by `tune show`"))?;
         for TimedConfig { config, cost, outcome } in timed {
             good &= outcome.is_ok();
             let text = match outcome {
@@ -229,29 +232,30 @@ fn merge(
     said: impl Fn(&str) -> anyhow::Result<()>,
 ) -> anyhow::Result<bool> {
     if files.is_empty() {
-        bail!("nothing to merge\nhint: name one or more cache files");
+        bail!("expected one or more cache files, got none\nhint: name the files to merge");
     }
     for file in files {
         let name = file.display().to_string();
         let text = std::fs::read(file).map_err(|e| {
             anyhow!(
-                "cannot read {name}: {e}\nhint: name cache files; `tune path` prints where one is kept"
+                "cannot read {name}: {e}\nhint: name a cache file; `tune path` prints the path of \
+                 the current one"
             )
         })?;
         let seen = cache.warnings().len();
         let Merged { results, taken } = cache.merge_text(&text, &name)?;
         let ignored = &cache.warnings()[seen..];
         if results == 0 {
-            let why = ignored.first().map(|w| format!(", from line {} on: {}", w.line, w.why));
+            let why = ignored.first().map(|w| format!(", starting at line {}: {}", w.line, w.why));
             bail!(
-                "nothing in {name} is a result{}\nhint: name cache files of this version",
+                "{name} has no results{}\nhint: name cache files of this version",
                 why.unwrap_or_default()
             );
         }
         ignored.iter().for_each(|w| eprintln!("{w}"));
         let older = match results - taken {
             0 => String::new(),
-            older => format!(", {older} older than what is known"),
+            older => format!(", {older} older than known results"),
         };
         said(&format!("{name}: {taken} results{older}\n"))?;
     }
@@ -318,6 +322,6 @@ mod tests {
         let shown = |ns| describe("key", &entry(ns), Source::Tuned);
         assert!(shown(1100.0).contains("next 1.1 us (+10.0%): 1"), "{}", shown(1100.0));
         let close = shown(990.0);
-        assert!(close.contains("next 1.0 us (-1.0%, too little to prefer it): 1"), "{close}");
+        assert!(close.contains("next 1.0 us (-1.0%, within the margin): 1"), "{close}");
     }
 }

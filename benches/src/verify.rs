@@ -39,7 +39,9 @@ impl FromStr for Part {
         };
         match read() {
             Some((from, of)) if (1..=of).contains(&from) => Ok(Self { from: from - 1, of }),
-            _ => Err(format!("`{text}` is no part\nhint: such as 2/8, the second of eight")),
+            _ => Err(format!(
+                "`{text}` is not a part\nhint: use a part such as 2/8, the second of eight"
+            )),
         }
     }
 }
@@ -67,7 +69,9 @@ pub(crate) fn verify(
     if let Some(filter) = filter {
         jobs.retain(|job| job.name().contains(filter));
         if jobs.is_empty() {
-            anyhow::bail!("no check matches `{filter}`\nhint: names look like `matmul f32 1x1x1`");
+            anyhow::bail!(
+                "no check matches `{filter}`\nhint: use part of a name such as `matmul f32 1x1x1`"
+            );
         }
     }
     if let Some(part) = part {

@@ -50,19 +50,23 @@ pub struct EmbedProblem {
 /// An invalid embedding problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidEmbed {
-    #[error("{axis} is 0\nhint: an empty embedding has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty embedding")]
     Empty { axis: &'static str },
-    #[error("{seq} new positions, {positions} are learned\nhint: take fewer at once")]
+    #[error(
+        "got {seq} new positions, but the model has {positions} learned positions\nhint: pass \
+         fewer tokens per call"
+    )]
     Short { seq: u32, positions: u32 },
     #[error(
-        "{what} steps {stride} elements between rows of {hidden}\nhint: rows may lie apart, not over each other"
+        "expected {what} with a stride of at least hidden, got stride {stride} for hidden \
+         {hidden}\nhint: pass rows that do not overlap; gaps are allowed"
     )]
     Stride { what: &'static str, stride: u32, hidden: u32 },
-    #[error("{0} tokens\nhint: below 2^32 in one launch")]
+    #[error("expected fewer than 2^32 tokens per launch, got {0}\nhint: split the batch")]
     TooLarge(u64),
-    #[error("scale is {0}\nhint: it is finite; 1 for none")]
+    #[error("expected a finite scale, got {0}\nhint: pass 1 for no scaling")]
     Scale(f32),
-    #[error("there are no embeddings in {0}\nhint: f32, f16 or bf16")]
+    #[error("expected an f32, f16 or bf16 embedding table, got {0}\nhint: cast the table")]
     DType(DType),
 }
 

@@ -32,7 +32,7 @@ pub(crate) fn rtx(arch: &ArchProfile) -> bool {
 /// Checks the units and the shared memory of a cube.
 pub(crate) fn limits(arch: &ArchProfile, units: u32, shared: u32) -> Result<(), Infeasible> {
     if units == 0 {
-        return Err(shape("units", units, "a cube has one at least"));
+        return Err(shape("units", units, "expected at least one unit per cube"));
     }
     if units > arch.max_units_per_cube {
         return Err(Infeasible::Units { need: units, have: arch.max_units_per_cube });

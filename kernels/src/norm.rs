@@ -53,11 +53,13 @@ pub struct NormProblem {
 /// An invalid norm problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidNorm {
-    #[error("{axis} is 0\nhint: an empty norm has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty norm")]
     Empty { axis: &'static str },
-    #[error("eps is {0}\nhint: it is finite and not negative")]
+    #[error(
+        "expected a finite eps of at least 0, got {0}\nhint: pass the eps of the model's config"
+    )]
     Eps(f32),
-    #[error("rows of {0} are not normalised\nhint: f32, f16 or bf16")]
+    #[error("expected f32, f16 or bf16 rows, got {0}\nhint: cast the rows")]
     DType(DType),
 }
 

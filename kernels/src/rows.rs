@@ -65,11 +65,11 @@ impl RowPlan {
             return Err(shape(
                 "lanes",
                 self.lanes,
-                "a power of two that divides the units of a cube",
+                "expected a power of two that divides the units per cube",
             ));
         }
         if self.shuffles && self.lanes > 1 && !self.units.is_multiple_of(32) {
-            return Err(shape("units", self.units, "whole planes"));
+            return Err(shape("units", self.units, "expected a multiple of the plane size"));
         }
         limits(arch, self.units, self.shared_len() as u32 * 4)
     }

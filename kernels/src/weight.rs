@@ -9,23 +9,33 @@ use tune::Infeasible;
 /// An invalid weight.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidWeight {
-    #[error("{axis} is 0\nhint: an empty weight has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty weight")]
     Empty { axis: &'static str },
-    #[error("blocks of {0} elements\nhint: a power of two from 32 to 4096")]
+    #[error(
+        "expected a block size that is a power of two from 32 to 4096, got {0}\nhint: use a block \
+         size of 64"
+    )]
     BlockSize(u32),
-    #[error("{n} x {k} in blocks of {block_size} does not divide into tiles: {why}")]
+    #[error("a weight of {n} x {k} with block size {block_size} cannot be stored in tiles: {why}")]
     Tiles { n: u32, k: u32, block_size: u32, why: &'static str },
-    #[error("cannot be one weight: {why}\nhint: multiply with each by itself")]
+    #[error("cannot join the weights: {why}\nhint: run one matmul per weight")]
     Join { why: &'static str },
     #[error(
-        "rows of {k} elements are no whole blocks of {block} in {format}\nhint: another format, whose blocks straddle rows"
+        "expected {format} rows of a multiple of the block size, got k {k} for a block size of \
+         {block}\nhint: use a format with blocks that cross rows, such as nf4"
     )]
     Rows { format: WeightFormat, k: u32, block: u32 },
-    #[error("{0} does not have such blocks or scales")]
+    #[error(
+        "{0} does not support this block size or scale format\nhint: use the scheme that \
+         `WeightFormat::scheme` returns"
+    )]
     Scheme(WeightFormat),
     #[error("the device failed: {0}")]
     Device(String),
-    #[error("{0} elements\nhint: up to 2^34 are addressed, below 2^31 of them in a row")]
+    #[error(
+        "expected a weight of at most 2^34 elements and rows of fewer than 2^31, got {0} \
+         elements\nhint: split the weight"
+    )]
     TooLarge(u64),
 }
 
@@ -33,10 +43,11 @@ pub enum InvalidWeight {
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizeError {
     #[error(
-        "the weight holds infinities or NaN\nhint: codes of 4 or 8 bits stand for finite numbers only"
+        "expected a finite weight, got infinities or NaN\nhint: keep the weight dense, or repair \
+         its values"
     )]
     NotFinite,
-    #[error("cannot quantise here: {0}")]
+    #[error("cannot quantise on this device: {0}")]
     Unsupported(#[from] Infeasible),
     #[error("the device failed: {0}")]
     Device(String),

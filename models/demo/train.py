@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Makes the demo checkpoint of this folder: a Llama of 5 million parameters that writes simple stories.
+"""Creates the demo checkpoint of this folder: a Llama of 5 million parameters that writes simple stories.
 
-Four steps, each a subcommand; all but the first work without a network:
+Each of the four steps is a subcommand. All except the first work without a network.
 
-  prepare    gets the text that sources.tsv names (public GitHub repositories at fixed commits: children's
+  prepare    clones the repositories in sources.tsv with `git` (400 MB from GitHub, at fixed commits): children's
              books of Project Gutenberg, in the public domain, and parts of the data set TinyStories, under
-             CDLA-Sharing-1.0) with `git`, 400 MB, cleans it and writes corpus.txt, stories between lines
-             `<|endoftext|>`: 15 s after the clones.
+             CDLA-Sharing-1.0. Cleans the text and writes corpus.txt, with a line `<|endoftext|>` between stories.
+             Takes 15 s after the clones.
   tokenizer  trains a byte-level BPE of 4096 tokens on corpus.txt and writes tokenizer.json,
-             tokenizer_config.json, train.u16 and val.u16 (tokens; every 100th story is held out): 30 s.
-  train      trains on these arrays until --seconds or --passes is reached and saves the checkpoint as
-             transformers lays it out, then samples. Meant for one data-centre GPU; runs on a CPU too.
+             tokenizer_config.json, train.u16 and val.u16 (tokens; every 100th story is held out). Takes 30 s.
+  train      trains on these arrays until --seconds or --passes is reached, saves the checkpoint in the format of
+             transformers, and samples. Meant for one data-centre GPU; also runs on a CPU.
   sample     opens the checkpoint with transformers' Auto classes and writes three stories.
 
 Needs numpy and tokenizers; `train` and `sample` also torch, safetensors and transformers 5.
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ASCII = str.maketrans({
     "‘": "'", "’": "'", "‚": "'", "`": "'", "´": "'", "“": '"', "”": '"', "„": '"', "–": "-", "—": "--", "―": "--",
     "…": "...", "\xa0": " ", "\xad": "", "\ufeff": "", "Æ": "Ae", "æ": "ae", "Œ": "Oe", "œ": "oe"})
-# Where a book begins, headings of what is not its story, where its notes begin, and what no prose has.
+# Start of a book, headings of parts without story, start of the notes, and text that prose does not contain.
 BEGIN = re.compile(r"^.*(?:\*\*\* ?START OF|\*END ?\*? ?THE SMALL PRINT).*$", re.M)
 FRONT = re.compile(r"preface|introduc|contents|illustrations|dedicat|foreword|glossary|bibliograph|about the author|"
                    r"to the reader|acknowledg|index\b|pronounc|by the same|books by|list of", re.I)
@@ -47,12 +47,12 @@ STORY = re.compile(r"\n\n(?=Once upon a time|One day, (?:a|an|there)\b|There (?:
 
 
 def plain(text):
-    """A text in ASCII as far as that goes: quotes straight, accents off."""
+    """Returns the text in ASCII where possible, with straight quotes and without accents."""
     return "".join(c for c in unicodedata.normalize("NFKD", text.translate(ASCII)) if not unicodedata.combining(c))
 
 
 def paragraph(lines):
-    """One paragraph of a book on one line; None for verse, a heading, a list or an editor's words."""
+    """Returns a paragraph of a book on one line; None for verse, a heading, a list or an editor's text."""
     text = " ".join(" ".join(lines).replace("_", "").split())
     full = [len(line.strip()) for line in lines[:-1]]
     verse = sum(line.startswith("  ") for line in lines) * 2 > len(lines) or (full[1:] and sum(full) < 46 * len(full))
@@ -61,7 +61,7 @@ def paragraph(lines):
 
 
 def book_stories(text):
-    """The chapters of a book, which more than one blank line parts, as paragraphs."""
+    """Yields the chapters of a book as lists of paragraphs. More than one blank line separates chapters."""
     text = re.split(BEGIN, plain(text.replace("\r", "")))[-1]
     text = re.split(r"(?m)^(?:\*\*\* ?END OF|End of (?:the |this )?Project Gutenberg)", text)[0]
     text = re.sub(r"\s*\[Illustration[^\]]*\]\s*", "\n\n", text)
@@ -93,7 +93,7 @@ def prepare(args):
         return subprocess.check_output(["git", "-C", clone, "show", f"{row['commit']}:{row['path']}"])
     def found(row):
         data = blob(row)
-        if row["kind"] == "gpt2":  # GPT-2's tokens, 16 bits each
+        if row["kind"] == "gpt2":  # GPT-2 tokens of 16 bits
             return tiny_stories(ByteLevel().decode([vocab[i] for i in memoryview(data).cast("H")]))
         text = data.decode("latin-1" if row["path"].endswith("-8.txt") else "utf-8", "replace")
         return book_stories(text) if row["kind"] == "book" else tiny_stories(STORY.sub(END, text))
@@ -155,7 +155,7 @@ def train(args):
         vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=args.layers, head_dim=32,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5,
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=0)).to(device)
-    for name, module in model.named_modules():  # dropout on what each block adds to the residual stream
+    for name, module in model.named_modules():  # dropout on the output of each block, before the residual sum
         if name.endswith(("o_proj", "down_proj")) and args.dropout:
             module.register_forward_hook(lambda m, _, out: functional.dropout(out, args.dropout, m.training))
     run = torch.compile(model) if args.compile else model
@@ -184,10 +184,10 @@ def train(args):
         adam.zero_grad(set_to_none=True)
         step += 1
         if step % 10 == 1:
-            shown = loss.item()  # waits for the device, or the clock would run ahead of it
+            shown = loss.item()  # synchronises, so that the clock includes the work of the device
         seconds, passes = time.perf_counter() - start, step * args.batch * CONTEXT / len(data)
         part = max(seconds / args.seconds, passes / args.passes)
-        if part >= (checks + 1) / 20:  # of 20 checks the best one's weights are kept
+        if part >= (checks + 1) / 20:  # keeps the weights of the best of 20 checks
             checks, now = int(part * 20), validate()
             if now < best:
                 best, kept = now, {name: value.clone() for name, value in model.state_dict().items()}

@@ -28,7 +28,7 @@ pub enum Error {
         why: serde_json::Error,
     },
     /// A JSON file whose root is not an object.
-    #[error("{file} is not an object")]
+    #[error("{file} is not a JSON object")]
     NotAnObject {
         /// File name within the folder.
         file: &'static str,
@@ -44,7 +44,7 @@ pub enum Error {
         fault: Box<Fault>,
     },
     /// A family that this crate does not support.
-    #[error("{file}: `model_type` is \"{}\", which is none of {known}", short(.value))]
+    #[error("{file}: `model_type` is \"{}\", expected one of {known}", short(.value))]
     UnknownModelType {
         /// Name of the file.
         file: &'static str,
@@ -57,7 +57,7 @@ pub enum Error {
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::Error),
     /// All problems with the tensors of a checkpoint at once.
-    #[error("{}", tensors("tensors are damaged, or not those of config.json", .missing, .unused, .wrong))]
+    #[error("{}", tensors("tensors are damaged or do not match config.json", .missing, .unused, .wrong))]
     Tensors {
         /// Tensors that the configuration needs and no file has.
         missing: Vec<String>,
@@ -68,8 +68,8 @@ pub enum Error {
     },
     /// All problems with the tensors of an adapter at once.
     #[error(
-        "{}\nhint: an adapter of this very model, whose tensors are lora_A and lora_B of its matrices",
-        tensors("the tensors are not those of an adapter of this model", .missing, .unused, .wrong)
+        "{}\nhint: pass an adapter of this model, with tensors lora_A and lora_B of its matrices",
+        tensors("the tensors do not match an adapter of this model", .missing, .unused, .wrong)
     )]
     AdapterTensors {
         /// Missing lora_A and lora_B tensors; the common prefix of all names if the file has no factors.
@@ -80,7 +80,7 @@ pub enum Error {
         wrong: Vec<checkpoint::Error>,
     },
     /// A target that is no module of the layers.
-    #[error("no matrix of a layer is called {target}\nhint: one of {known}")]
+    #[error("no layer matrix is named {target}\nhint: use one of {known}")]
     Target {
         /// The requested target.
         target: String,
@@ -89,7 +89,8 @@ pub enum Error {
     },
     /// A rank of 0 or above the limit, or an alpha that is not a finite number above 0.
     #[error(
-        "rank {rank} and alpha {alpha:?} make no adapter\nhint: a rank from 1 to {max}, and an alpha above 0"
+        "rank {rank} and alpha {alpha:?} are not supported\nhint: use a rank from 1 to {max} and an alpha \
+         above 0 (--lora-rank, --lora-alpha)"
     )]
     Rank {
         /// The requested rank.
@@ -101,8 +102,8 @@ pub enum Error {
     },
     /// A batch without tokens to learn, or with an empty sequence.
     #[error(
-        "there is nothing to learn in a batch\nhint: sequences of two tokens or more, and something after what they \
-         begin with"
+        "a batch has no tokens to learn\nhint: pass sequences of at least two tokens, and at \
+         least one token after the prompt"
     )]
     NothingToLearn,
     /// A file or folder that cannot be written.
@@ -115,7 +116,8 @@ pub enum Error {
     },
     /// More positions than the context length of the model.
     #[error(
-        "{need} positions, but the model has {max_seq}\nhint: fewer tokens, or --max-context for a longer context"
+        "{need} positions, but the model has {max_seq}\nhint: use a shorter prompt or fewer new \
+         tokens, or raise the context (--max-context)"
     )]
     Context {
         /// Number of positions requested.
@@ -125,7 +127,8 @@ pub enum Error {
     },
     /// A context longer than the learned positions of a model.
     #[error(
-        "expected a context of at most {max_seq} positions, got {need}\nhint: the model learned a vector for each position"
+        "expected a context of at most {max_seq} positions, got {need}\nhint: shorten the \
+         context; the model learned one vector per position"
     )]
     LearnedPositions {
         /// Number of positions requested.
@@ -135,7 +138,8 @@ pub enum Error {
     },
     /// More positions than the capacity of a KV cache.
     #[error(
-        "{need} positions, but the cache holds {capacity}\nhint: a shorter prompt, or a larger session"
+        "{need} positions, but the cache holds {capacity}\nhint: use a shorter prompt or a larger \
+         session"
     )]
     Full {
         /// Number of positions requested.
@@ -145,7 +149,8 @@ pub enum Error {
     },
     /// A token past the vocabulary.
     #[error(
-        "token {id} is past the vocabulary, which has {vocab}\nhint: tokens of this model's own tokenizer"
+        "token {id} is outside the vocabulary of {vocab} tokens\nhint: use the tokenizer of this \
+         model"
     )]
     Token {
         /// The token id.
@@ -155,8 +160,8 @@ pub enum Error {
     },
     /// Step tokens that the sequences of a KV cache cannot take together.
     #[error(
-        "{tokens:?} tokens for the {batch} sequences of a cache\nhint: as many of each, and not more than 16 \
-         where their lengths differ"
+        "got {tokens:?} tokens for a cache of {batch} sequences\nhint: pass the same number for \
+         each sequence, and at most 16 where their lengths differ"
     )]
     Step {
         /// Number of sequences of the cache.
@@ -167,7 +172,8 @@ pub enum Error {
     /// Several sequences past the length at which RoPE scaling changes all frequencies. The re-prefill that
     /// this needs supports one sequence only.
     #[error(
-        "sequences of {length} positions turn all of them anew, and a batch cannot\nhint: one sequence at a time"
+        "sequences of {length} positions need a re-prefill for RoPE scaling, which a batch does \
+         not support\nhint: run one sequence at a time"
     )]
     Stretched {
         /// Length that the longest sequence would have, in positions.
@@ -209,38 +215,40 @@ impl Error {
         match self {
             Self::Read { why, .. } | Self::Checkpoint(File::Read { why, .. }) => match why.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::NotADirectory if self.is_adapters() => {
-                    "\nhint: an adapter is a folder with adapter_config.json and adapter_model.safetensors, as PEFT has it"
+                    "\nhint: pass a PEFT folder with adapter_config.json and \
+                     adapter_model.safetensors"
                 }
                 io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
-                    "\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
+                    "\nhint: pass a Hugging Face folder with config.json and all its safetensors"
                 }
                 io::ErrorKind::Unsupported => {
-                    "\nhint: `git lfs pull` in its folder fetches the file"
+                    "\nhint: fetch the file with `git lfs pull` in its folder"
                 }
-                _ => "\nhint: it must be a file, and yours to read",
+                _ => "\nhint: pass a file that you can read",
             },
             Self::Checkpoint(File::NoWeights { found: None, .. }) => {
-                "\nhint: a model is a folder with config.json and all its safetensors, as Hugging Face has it"
+                "\nhint: pass a Hugging Face folder with config.json and all its safetensors"
             }
             Self::Json { .. }
             | Self::NotAnObject { .. }
             | Self::Checkpoint(File::Header { .. } | File::Index { .. }) => {
-                "\nhint: the file is cut or damaged; download it again"
+                "\nhint: download the file again; it is truncated or damaged"
             }
             Self::Checkpoint(File::Misplaced { .. }) => {
-                "\nhint: the index and all its shards must be of one model; download them again"
+                "\nhint: download the index and all its shards again, from one model"
             }
             Self::Field { file, fault, .. } => match **fault {
                 // The model itself is supported, and the caller may choose other sampling options.
                 Fault::Unsupported { .. } if *file == GENERATION_CONFIG => {
-                    "\nhint: take the field out of the file; answers are then not as the model's makers would have them"
+                    "\nhint: remove the field from the file; the model then samples without this \
+                     setting of its makers"
                 }
-                Fault::Unsupported { .. } => "\nhint: a model that has what is known",
-                _ => "\nhint: take the file from where the weights are from, as it is there",
+                Fault::Unsupported { .. } => "\nhint: use a model with a supported value",
+                _ => "\nhint: download the unchanged file from the source of the weights",
             },
-            Self::UnknownModelType { .. } => "\nhint: a model of one of these families",
+            Self::UnknownModelType { .. } => "\nhint: use a model of one of these families",
             Self::Tensors { .. } | Self::Checkpoint(File::Tensor { .. }) => {
-                "\nhint: config.json and all weights must be of one model, and as they were written"
+                "\nhint: download config.json and all weights again, from one model"
             }
             _ => "",
         }
@@ -254,7 +262,7 @@ pub enum Fault {
     #[error("is missing")]
     Missing,
     /// A value of the wrong type, or out of range.
-    #[error("is {}, which is not {expected}", short(.value))]
+    #[error("is {}, expected {expected}", short(.value))]
     Malformed {
         /// Value in the file.
         value: Value,
@@ -262,7 +270,7 @@ pub enum Fault {
         expected: String,
     },
     /// A valid value that this crate does not support.
-    #[error("is {}, which is not supported; known: {known}", short(.value))]
+    #[error("is {}, which is not supported; expected {known}", short(.value))]
     Unsupported {
         /// Value in the file.
         value: Value,
@@ -280,7 +288,7 @@ pub enum Fault {
         other_value: Value,
     },
     /// A size that is not a multiple of another one.
-    #[error("is {}, which is not a multiple of `{divisor_field}`, {divisor}", short(.value))]
+    #[error("is {}, expected a multiple of `{divisor_field}`, {divisor}", short(.value))]
     NotMultiple {
         /// Value in the file.
         value: usize,

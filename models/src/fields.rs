@@ -81,7 +81,7 @@ impl<'a> Fields<'a> {
 
     /// Reads the epsilon of a norm, which must be finite in f32.
     pub(crate) fn optional_eps(&self, field: &str) -> Result<Option<f64>, Error> {
-        self.optional(field, "a number above 0 that f32 reaches", |value| {
+        self.optional(field, "a number above 0 in the range of f32", |value| {
             value.as_f64().filter(|number| *number > 0.0 && (*number as f32).is_finite())
         })
     }
@@ -225,13 +225,13 @@ mod tests {
     #[test]
     fn refusals_name_file_field_and_value() {
         let value = json!({ "a": -1, "b": { "c": "x" }, "d": null, "e": 1.5 });
-        let size = "x.json: `a` is -1, which is not an integer from 1 to 2147483647";
+        let size = "x.json: `a` is -1, expected an integer from 1 to 2147483647";
         check(&value, |f| f.size("a").map(drop), Some(size));
         check(&value, |f| f.size("d").map(drop), Some("x.json: `d` is missing"));
         check(&value, |f| f.optional_size("d").map(drop), None);
         check(&value, |f| f.positive("e").map(drop), None);
         check(&value, |f| f.only("e", &[json!(1.5)]), None);
-        let only = "x.json: `e` is 1.5, which is not supported; known: 1, null";
+        let only = "x.json: `e` is 1.5, which is not supported; expected 1, null";
         check(&value, |f| f.only("e", &[json!(1), Value::Null]), Some(only));
         check(
             &value,
@@ -239,7 +239,7 @@ mod tests {
                 let section = f.section("b")?.expect("an object");
                 section.positive("c").map(drop)
             },
-            Some("x.json: `b.c` is \"x\", which is not a number above 0"),
+            Some("x.json: `b.c` is \"x\", expected a number above 0"),
         );
     }
 
@@ -250,7 +250,7 @@ mod tests {
         let same =
             json!({"a": "Infinity", "b\\": ["-Infinity", "NaN"], "c": "NaN \" Infinity", "d": 1});
         assert_eq!(value, same);
-        let error = "x.json: `a` is \"Infinity\", which is not a number above 0";
+        let error = "x.json: `a` is \"Infinity\", expected a number above 0";
         check(&value, |f| f.positive("a").map(drop), Some(error));
         assert!(json("x.json", r#"{"a": Nan}"#).is_err());
     }
@@ -258,6 +258,6 @@ mod tests {
     #[test]
     fn what_is_no_object_has_no_fields() {
         let error = Fields::new("x.json", &json!([1])).expect_err("a list");
-        assert_eq!(error.to_string(), "x.json is not an object");
+        assert_eq!(error.to_string(), "x.json is not a JSON object");
     }
 }

@@ -109,7 +109,7 @@ impl GenerationConfig {
         self.eos.retain(|id| {
             let known = (*id as usize) < vocab;
             if !known {
-                log::warn!("{EOS} {id} is past the vocabulary, which has {vocab}; it ends no text");
+                log::warn!("{EOS} {id} is outside the vocabulary of {vocab} tokens and is ignored");
             }
             known
         });
@@ -141,7 +141,7 @@ fn eos(fields: &Fields<'_>) -> Result<Vec<u32>, Error> {
     })?;
     let ids: Vec<Option<u32>> = ids.unwrap_or_default();
     if ids.contains(&None) {
-        log::warn!("{EOS} has a negative id; it ends no text");
+        log::warn!("{EOS} has a negative id, which is ignored");
     }
     Ok(ids.into_iter().flatten().collect())
 }
@@ -283,23 +283,19 @@ mod tests {
     fn what_is_not_offered_is_refused() {
         fails(
             r#"{"num_beams": 4}"#,
-            &format!("{FILE}: `num_beams` is 4, which is not supported; known: 1"),
+            &format!("{FILE}: `num_beams` is 4, which is not supported; expected 1"),
         );
         fails(
             r#"{"top_p": 1.5}"#,
-            &format!("{FILE}: `top_p` is 1.5, which is not a number from 0 to 1"),
+            &format!("{FILE}: `top_p` is 1.5, expected a number from 0 to 1"),
         );
         fails(
             r#"{"eos_token_id": [1, 2.5]}"#,
-            &format!(
-                "{FILE}: `eos_token_id` is [1,2.5], which is not a token id or a list of them"
-            ),
+            &format!("{FILE}: `eos_token_id` is [1,2.5], expected a token id or a list of them"),
         );
         fails(
             r#"{"stop_strings": ["a", ""]}"#,
-            &format!(
-                "{FILE}: `stop_strings` is [\"a\",\"\"], which is not a text or a list of them"
-            ),
+            &format!("{FILE}: `stop_strings` is [\"a\",\"\"], expected a text or a list of them"),
         );
         for field in [
             "typical_p",
@@ -321,7 +317,7 @@ mod tests {
             let error = error.expect_err(field).to_string();
             assert!(error.starts_with(&format!("{FILE}: `{field}` is 0.5, ")), "{error}");
         }
-        fails("[]", &format!("{FILE} is not an object"));
+        fails("[]", &format!("{FILE} is not a JSON object"));
         let error = GenerationConfig::from_json("{").expect_err("cut");
         assert!(error.to_string().starts_with(&format!("{FILE} is not JSON: ")), "{error}");
     }

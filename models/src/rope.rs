@@ -285,7 +285,7 @@ fn odd(fields: &Fields<'_>, section: Option<&Fields<'_>>, head_dim: usize) -> Er
     let part = "partial_rotary_factor";
     let mut holders = section.into_iter().chain([fields]);
     if let Some(holder) = holders.find(|holder| holder.value(part).is_some()) {
-        let share = "a share that turns an even number, not 0, of the";
+        let share = "a share that rotates an even number above 0 of the";
         return holder.malformed(part, &format!("{share} {head_dim} dimensions of a head"));
     }
     match fields.value("head_dim") {

@@ -45,7 +45,7 @@ impl Weights {
         let folder = folder.as_ref();
         if folder.is_file() {
             let gguf = folder.extension().is_some_and(|extension| extension == "gguf");
-            let what = if gguf { "it is a file of GGUF" } else { "it is a file" };
+            let what = if gguf { "it is a GGUF file" } else { "it is a file" };
             let why = io::Error::new(ErrorKind::NotADirectory, what);
             return Err(Error::Read { path: folder.to_owned(), why });
         }

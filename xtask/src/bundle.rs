@@ -29,7 +29,7 @@ pub(crate) fn run(args: &BundleArgs) -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;
     if args.out.exists() && !args.out.is_dir() {
-        return Err(usage(format!("{} is no folder", args.out.display()), "name a folder"));
+        return Err(usage(format!("{} is not a folder", args.out.display()), "name a folder"));
     }
     make_folder(&args.out)?;
     setup::ensure_xz()?;
@@ -41,10 +41,7 @@ pub(crate) fn run(args: &BundleArgs) -> Result<()> {
 /// Creates the folder and checks that it is writable, before the programs are built.
 fn make_folder(out: &Path) -> Result<()> {
     fs::create_dir_all(out).and_then(|()| tempfile::tempfile_in(out)).map(drop).map_err(|why| {
-        usage(
-            format!("cannot write to {}: {why}", out.display()),
-            "name a folder that can be written",
-        )
+        usage(format!("cannot write to {}: {why}", out.display()), "name a writable folder")
     })
 }
 
@@ -80,7 +77,7 @@ fn pack(programs: &Path, out: &Path, limit: u64) -> Result<u64> {
     let bytes = fs::metadata(&archive)?.len() + SCRIPT.len() as u64;
     if bytes > limit {
         return Err(check(format!(
-            "the bundle has {:.1} MB, over its limit of {} MB",
+            "the bundle has {:.1} MB, expected at most {} MB",
             bytes as f64 / 1e6,
             limit / 1_000_000
         )));
@@ -103,7 +100,7 @@ struct Work {
 impl Work {
     fn begin(out: &Path) -> Result<Self> {
         let folder = out.join(WORK);
-        let cannot = || format!("cannot make {}", folder.display());
+        let cannot = || format!("cannot create {}", folder.display());
         fs::create_dir_all(&folder).with_context(cannot)?;
         let lock = File::open(&folder).with_context(cannot)?;
         match lock.try_lock() {
@@ -111,7 +108,7 @@ impl Work {
             Err(TryLockError::WouldBlock) => {
                 return Err(usage(
                     format!("another `bundle` is writing to {}", out.display()),
-                    "wait for its end, or name another folder",
+                    "wait until it ends, or name another folder",
                 ));
             }
             Err(TryLockError::Error(why)) => return Err(why).with_context(cannot),
@@ -153,8 +150,8 @@ fn libraries_of(program: &Path) -> Result<Vec<PathBuf>> {
     Ok(not_of_glibc(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Extracts paths from lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. Leaves out the parts of glibc, which only
-/// fit each other.
+/// Extracts paths from lines such as `libz.so.1 => /lib/libz.so.1 (0x7f)`. Omits the parts of glibc, which work
+/// only with each other.
 fn not_of_glibc(ldd: &str) -> Vec<PathBuf> {
     const GLIBC: [&str; 7] = [
         "libc.so.",
@@ -192,7 +189,7 @@ mod tests {
     fn fake_programs() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for name in PACKED {
-            // `strip` accepts binaries only, so a script would not do.
+            // `strip` accepts binaries only, so a script does not work here.
             fs::copy(place::tool("true").unwrap(), dir.path().join(name)).unwrap();
         }
         dir
@@ -278,7 +275,7 @@ mod tests {
     fn a_bundle_over_the_limit_is_not_written() {
         let out = tempfile::tempdir().unwrap();
         let error = pack(fake_programs().path(), out.path(), 1000).unwrap_err();
-        assert!(error.to_string().contains("over its limit"), "{error}");
+        assert!(error.to_string().contains("expected at most"), "{error}");
         assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
     }
 }

@@ -9,7 +9,7 @@ use report::{BenchArgs, CompareArgs, VerifyArgs};
 #[command(
     name = "cargo xtask",
     bin_name = "cargo xtask",
-    about = "Builds, checks, measures and packs Flashover, and sets up what that needs",
+    about = "Builds, checks, measures and packs Flashover, and installs the tools for it",
     after_help = "Example:\n  cargo xtask bench\n\n\
                   Exit codes: 0 done, 1 a check failed or a case got slower, 2 bad input."
 )]
@@ -31,7 +31,7 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Run everything that CI runs: format, rules, lints, tests, targets, verification
     Test(TestArgs),
-    /// Open randomly changed models, adapters and examples: each must give a result or an error, within 2 GiB
+    /// Mutate models, adapters and examples: each must give a result or an error, within 2 GiB
     Fuzz(FuzzArgs),
     /// Check every kernel against the reference on its edge cases
     #[command(
@@ -45,11 +45,11 @@ pub(crate) enum Command {
         after_help = "Examples:\n  cargo xtask compare --model models/demo --text README.md\n  \
                       cargo xtask compare --model DIR --backend cuda,vulkan,cpu --quant nf4\n  \
                       cargo xtask compare --model DIR --backend cuda --quant none,int8,nf4 --kv-cache float,int8\n\n\
-                      Exit codes: 0 every backend answers, 1 one fails or refuses every precision, 2 bad input. Tokens\n\
-                      that differ fail nothing, and a precision that is refused fails no backend that answers in another."
+                      Exit codes: 0 every backend gives a result, 1 a backend fails or refuses every precision, 2 bad\n\
+                      input. Different tokens are no failure, nor is a refused precision if another precision works."
     )]
     Compare(CompareArgs),
-    /// Print all devices, the default choice with its reason, and what is missing
+    /// Print all devices, the default device with its reason, and missing drivers and libraries
     #[command(after_help = "Example:\n  cargo xtask doctor --json")]
     Doctor(Rest),
     /// Show, run or merge tuned configs
@@ -60,14 +60,14 @@ pub(crate) enum Command {
         after_help = "Examples:\n  cargo xtask targets --json\n  cargo xtask targets --tuned --filter nf4"
     )]
     Targets(Rest),
-    /// Install or download what the other commands need; they also do so on demand
+    /// Install or download the tools that the other commands need; they also do so on demand
     #[command(after_help = "Example:\n  cargo xtask setup")]
     Setup,
     /// Pack the programs with a script that verifies and measures on a machine without Rust
     Bundle(BundleArgs),
     /// Regenerate the tables in benches/RESULTS.md from the committed records
     Readme(ReadmeArgs),
-    /// Check the rules of the project that no compiler checks
+    /// Check the project rules that the compiler cannot check
     #[command(after_help = "Example:\n  cargo xtask tidy")]
     Tidy,
 }
@@ -109,10 +109,10 @@ pub(crate) struct ReadmeArgs {
     pub(crate) check: bool,
 }
 
-/// Arguments passed on to a program without parsing.
+/// Arguments forwarded to a program without parsing.
 #[derive(Debug, Args)]
 pub(crate) struct Rest {
-    /// Arguments passed on unchanged; `-- --help` lists them
+    /// Arguments forwarded unchanged; `-- --help` lists them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     pub(crate) args: Vec<String>,
 }

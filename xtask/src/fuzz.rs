@@ -32,6 +32,6 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
         .env("MALLOC_ARENA_MAX", "1");
     match limited.status().context("cannot start sh")?.success() {
         true => Ok(()),
-        false => Err(check("a case failed\nhint: the test's output above has its input")),
+        false => Err(check("a case failed\nhint: see its input in the test's output above")),
     }
 }

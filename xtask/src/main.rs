@@ -1,7 +1,7 @@
 //! `cargo xtask`: the single entry point for all work on this repository.
 //!
 //! xtask does not depend on Burn or CubeCL, so it builds in seconds. It sets up the machine, builds the programs
-//! `flashover` and `flashover-bench`, and passes its arguments on to them. The crate `report` holds the command lines
+//! `flashover` and `flashover-bench`, and forwards its arguments to them. The crate `report` holds the command lines
 //! that they share.
 
 mod bundle;

@@ -1,4 +1,4 @@
-//! Commands that set up, build, and pass their arguments on to a program.
+//! Commands that set up, build, and forward their arguments to a program.
 
 use std::env;
 use std::ffi::OsString;
@@ -77,25 +77,25 @@ pub(crate) fn tune(args: &[String]) -> Result<()> {
 pub(crate) fn targets(args: &[String]) -> Result<()> {
     let wants = Wants { cuda: Cuda::Always, gl: false };
     let (programs, ready) = Programs::ready(&Place::find()?, wants)?;
-    let hint = "`cargo xtask setup` says what is missing and fetches what it can";
+    let hint = "run `cargo xtask setup`, which downloads tools or names the missing ones";
     let home = ready.cuda.map_err(|reason| usage(format!("targets {reason}"), hint))?;
     let mut all = vec!["targets".into(), "--cuda-home".into(), home.root.into_os_string()];
     all.extend(args.iter().map(Into::into));
     programs.pass_through("flashover-bench", &all)
 }
 
-/// Sets up exactly what `test` needs.
+/// Sets up only the requirements of `test`.
 pub(crate) fn setup() -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;
     let ready = setup::prepare(&place, Wants { cuda: Cuda::Always, gl: true })?;
-    eprintln!("setup: LLVM and compilers are in place");
+    eprintln!("setup: LLVM and compilers are installed");
     match &ready.cuda {
         Ok(home) => eprintln!("setup: CUDA tools are in {}", home.root.display()),
-        Err(reason) => eprintln!("setup: CUDA tools are absent: {reason}"),
+        Err(reason) => eprintln!("setup: CUDA tools are missing: {reason}"),
     }
     match &ready.gl {
-        Ok(()) => eprintln!("setup: a GL driver is in place"),
+        Ok(()) => eprintln!("setup: a GL driver is installed"),
         Err(reason) => eprintln!("setup: no GL driver: {reason}"),
     }
     Ok(())

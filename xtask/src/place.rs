@@ -33,21 +33,21 @@ impl Place {
             } else {
                 Err(usage(
                     format!("FLASHOVER_PROGRAMS names {}, which lacks the programs", dir.display()),
-                    format!("the folder must hold {}", PROGRAMS.join(" and ")),
+                    format!("set it to a folder with {}", PROGRAMS.join(" and ")),
                 ))
             };
         }
         let manifest = env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
-        let cwd = env::current_dir().context("the current folder cannot be read")?;
+        let cwd = env::current_dir().context("cannot read the current folder")?;
         if let Some(root) = manifest.iter().chain([&cwd]).find_map(|dir| workspace_around(dir)) {
             return Ok(Self::Workspace(root));
         }
-        let exe = env::current_exe().context("the path of this program cannot be read")?;
+        let exe = env::current_exe().context("cannot read the path of this program")?;
         match exe.parent() {
             Some(dir) if has_programs(dir) => Ok(Self::Bundle(dir.to_owned())),
             _ => Err(usage(
-                "neither a Flashover checkout nor its programs are here",
-                "run this inside a checkout, or beside the programs of a bundle",
+                "expected a Flashover checkout or its programs here, found neither",
+                "run this inside a checkout, or in the folder of a bundle's programs",
             )),
         }
     }
@@ -58,7 +58,7 @@ impl Place {
             Self::Workspace(root) => Ok(root),
             Self::Bundle(_) => Err(usage(
                 "this command needs a checkout of the repository",
-                "a bundle can run doctor, bench, verify, compare, tune and targets",
+                "use doctor, bench, verify, compare, tune or targets with a bundle",
             )),
         }
     }
@@ -121,7 +121,7 @@ pub(crate) fn library_path(first: &Path) -> Result<OsString> {
     let old = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let rest = env::split_paths(&old).filter(|dir| !dir.as_os_str().is_empty());
     env::join_paths([first.to_owned()].into_iter().chain(rest))
-        .with_context(|| format!("{} cannot stand in LD_LIBRARY_PATH", first.display()))
+        .with_context(|| format!("{} cannot be an entry of LD_LIBRARY_PATH", first.display()))
 }
 
 /// Folders that the loader searches for shared libraries. A cheap approximation.

@@ -35,7 +35,10 @@ impl Programs {
     /// Opens a folder of built programs.
     pub(crate) fn at(dir: PathBuf, ready: &Ready) -> Result<Self> {
         if let Some(absent) = PROGRAMS.iter().find(|name| !dir.join(name).is_file()) {
-            return Err(check(format!("the build left no program {}", dir.join(absent).display())));
+            return Err(check(format!(
+                "the build created no program {}",
+                dir.join(absent).display()
+            )));
         }
         let env = match &ready.cuda {
             Ok(home) => home.env()?,
@@ -94,7 +97,7 @@ pub(crate) fn release_dir(root: &Path) -> Result<PathBuf> {
         target_directory: PathBuf,
     }
     let metadata: Metadata = serde_json::from_str(&metadata(root)?)
-        .context("`cargo metadata` printed something else")?;
+        .context("`cargo metadata` printed unexpected output")?;
     Ok(metadata.target_directory.join("release"))
 }
 
@@ -109,5 +112,5 @@ pub(crate) fn metadata(root: &Path) -> Result<String> {
         let log = String::from_utf8_lossy(&output.stderr);
         return Err(check(format!("`cargo metadata` failed: {}", log.trim())));
     }
-    String::from_utf8(output.stdout).context("`cargo metadata` printed no UTF-8")
+    String::from_utf8(output.stdout).context("`cargo metadata` did not print UTF-8")
 }

@@ -89,7 +89,7 @@ pub(crate) fn check_file(root: &Path) -> Result<()> {
     for (file, (old, new)) in [(FILE, both(root)?), (FRONT, front(root)?)] {
         if old != new {
             return Err(check(format!(
-                "{file} does not show the committed records:\n{}\nrun `cargo xtask readme`",
+                "{file} differs from the committed records:\n{}\nhint: run `cargo xtask readme`",
                 difference(&old, &new)
             )));
         }
@@ -131,7 +131,7 @@ fn regenerate(text: &str, table: impl Fn(&str) -> Result<String>) -> Result<Stri
         out.push('\n');
         let Some(rest) = line.trim().strip_prefix(OPEN) else { continue };
         let name = rest.strip_suffix("-->").map(str::trim).with_context(|| {
-            format!("{FILE} line {}: the opening of a bench block has no end", i + 1)
+            format!("{FILE} line {}: the opening comment of a bench block is not closed", i + 1)
         })?;
         let close = lines
             .by_ref()
@@ -157,8 +157,8 @@ fn tables_of(root: &Path, block: &str) -> Result<String> {
     };
     report::readme(&records_of(root, files)?, by_precision).ok_or_else(|| {
         usage(
-            format!("{FILE}: `bench:{block}` has nothing to show"),
-            "name files that hold it, or remove the block",
+            format!("{FILE}: `bench:{block}` has no rows"),
+            "name files with its records, or remove the block",
         )
     })
 }
@@ -180,7 +180,7 @@ fn records_of(root: &Path, files: &str) -> Result<Vec<Record>> {
         let file = format!("benches/baselines/{device}/{name}.jsonl");
         let text = fs::read_to_string(root.join(&file)).map_err(|why| {
             usage(
-                format!("{FILE} asks for {file}, which cannot be read: {why}"),
+                format!("{FILE} needs {file}, which cannot be read: {why}"),
                 format!("save it with `cargo xtask bench --save {file}`, or remove the block"),
             )
         })?;
@@ -285,7 +285,7 @@ mod tests {
         let table = tables("kernels,int8,nf4").unwrap();
         assert!(table.starts_with("| product | f32 ms | tf32 ms |"), "{table}");
         let error = tables("rope").unwrap_err();
-        assert!(error.to_string().contains("nothing to show"), "{error}");
+        assert!(error.to_string().contains("has no rows"), "{error}");
     }
 
     #[test]

@@ -54,7 +54,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         ready = Some(setup::prepare(place, Wants { cuda: Cuda::Always, gl: true })?);
         Ok(Outcome::Passed)
     })?;
-    let ready = ready.context("setup left no result")?;
+    let ready = ready.context("setup returned no result")?;
     source(root, steps)?;
     let mut built = None;
     steps.step("clippy and build", |_| {
@@ -64,7 +64,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         built = Some(Programs::at(release_dir(root)?, &ready)?);
         Ok(Outcome::Passed)
     })?;
-    let programs = built.context("the build left no result")?;
+    let programs = built.context("the build returned no result")?;
     steps.step("tests", |counts| {
         cargo_test(linted(root), &[], counts)?;
         Ok(Outcome::Passed)
@@ -114,7 +114,7 @@ fn targets(programs: &Programs, ready: &Ready) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Verifies kernels on their edge cases, and small models, on one back end, if it has a device. On a CPU it verifies
+/// Verifies kernels on their edge cases, and small models, on one backend, if it has a device. On a CPU it verifies
 /// only models, because the tests of `kernels` have checked the kernels.
 fn verified(
     place: &Place,

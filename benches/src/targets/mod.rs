@@ -45,7 +45,7 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     let (filter, dump, tuned) = (filter.as_deref(), args.dump.as_deref(), *tuned);
     if let Some(dir) = dump {
         std::fs::create_dir_all(dir).map_err(|e| {
-            anyhow::anyhow!("cannot make {}: {e}\nhint: --dump names a folder", dir.display())
+            anyhow::anyhow!("cannot create {}: {e}\nhint: set --dump to a folder", dir.display())
         })?;
     }
     let terminal = std::io::stderr().is_terminal();
@@ -65,14 +65,15 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, tuned, dump, &known, show)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
-            "no instance matches\nhint: names look like `rtx4090 matmul bf16 4096x4096x4096 lhs=row rhs=col`"
+            "no instance matches\nhint: use part of a name such as `rtx4090 matmul bf16 \
+             4096x4096x4096 lhs=row rhs=col`"
         );
     }
     if let (Some(file), None) = (&cache, dump) {
         // A complete sweep drops stored results that it did not use.
         let lines = known.lines(filter.is_some() || !tuned);
         if let Err(why) = keep(file, &lines) {
-            eprintln!("warning: results are not kept: {why:#}");
+            eprintln!("warning: results are not cached: {why:#}");
         }
     }
     if let Some(file) = summary {
@@ -107,7 +108,10 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     if tuned {
         let of_cache: Vec<_> = rows.iter().filter(|r| r.tuned).collect();
         let spill = of_cache.iter().filter(|r| r.usage.spilled() > 0).count();
-        text += &format!("of {} that the shipped cache chose, {spill} spill\n", of_cache.len());
+        text += &format!(
+            "{} instances from the shipped cache, {spill} of them spill\n",
+            of_cache.len()
+        );
     }
     command::print(&text)?;
     Ok(findings.is_empty())
@@ -123,12 +127,13 @@ fn keep(file: &Path, lines: &str) -> anyhow::Result<()> {
 
 /// Renders a Markdown table with one row per target and kernel.
 fn summarised(rows: &[Row]) -> String {
-    let mut text = "# Kernels compiled for cards that are absent\n\n\
-        `cargo xtask targets --tuned --summary FILE` writes this table: registers of one unit, instances that spill, bytes \
-        of shared memory of one cube, cubes that fit one processor.\n\n\
-        | target | kernel | instances | most registers | spill | most shared | fewest cubes |\n\
-        |---|---|---:|---:|---:|---:|---:|\n"
-        .to_owned();
+    let mut text =
+        "# Kernels compiled for cards that are not present\n\n`cargo xtask targets --tuned \
+         --summary FILE` writes this table: registers per unit, instances that spill, bytes of \
+         shared memory per cube, cubes that fit on one processor.\n\n| target | kernel | \
+         instances | most registers | spill | most shared | fewest cubes \
+         |\n|---|---|---:|---:|---:|---:|---:|\n"
+            .to_owned();
     for group in rows.chunk_by(|a, b| (a.target, a.kernel) == (b.target, b.kernel)) {
         let max = |of: fn(&Row) -> u32| group.iter().map(of).max().unwrap_or(0);
         text += &format!(

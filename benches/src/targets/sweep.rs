@@ -110,10 +110,10 @@ fn faults(target: &str, clean: bool, usage: &Usage, occupancy: u32) -> Vec<Strin
         faults.push(format!("spills {} bytes", usage.spilled()));
     }
     if rtx && usage.shared > RTX_SHARED_BYTES {
-        faults.push(format!("{} bytes of shared memory, over 99 KiB", usage.shared));
+        faults.push(format!("{} bytes of shared memory, expected at most 99 KiB", usage.shared));
     }
     if occupancy == 0 {
-        faults.push("does not fit one processor".to_owned());
+        faults.push("does not fit on one processor".to_owned());
     }
     faults
 }
@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(faults("rtx4090", false, &large, 1).len(), 1);
         assert!(faults("h200", true, &spills, 1).is_empty());
         assert!(faults("h200", true, &large, 1).is_empty());
-        assert_eq!(faults("h200", true, &fits, 0), ["does not fit one processor"]);
+        assert_eq!(faults("h200", true, &fits, 0), ["does not fit on one processor"]);
     }
 
     #[test]

@@ -29,12 +29,12 @@ pub(super) fn jobs(device: &Device, exhaust: bool) -> Vec<Job> {
             run: Box::new(run),
         };
     let host = device.backend() == Backend::Cpu || arch::report::describe(device).software;
-    let small = host
-        .then_some("a host is slow with a model of a card's size; its tests have a smaller one");
+    let small =
+        host.then_some("a CPU is too slow for a model of this size; its tests use a smaller one");
     let mut jobs = vec![of("limit", limited, small)];
     if exhaust {
         let told =
-            (device.backend() != Backend::Cuda).then_some("the driver does not tell what is free");
+            (device.backend() != Backend::Cuda).then_some("the driver does not report free memory");
         jobs.push(of("exhausted", exhausted, told));
     }
     jobs
@@ -57,13 +57,17 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
     for _ in 0..3 {
         match logits(&engine, LONG) {
             Err(GenerateError::Plan(PlanError::Memory(_))) => {}
-            other => return Err(unlike("a refusal by the plan", other)),
+            other => return Err(unlike("a plan error", other)),
         }
-        same(held, used_after_clearing(&engine)?, "a refusal leaves")?;
+        same(held, used_after_clearing(&engine)?, "after a refusal")?;
     }
     let verdict = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     drop(engine);
-    same(before, flashover::memory::MemoryUsage::read(device).used_bytes, "a model leaves")?;
+    same(
+        before,
+        flashover::memory::MemoryUsage::read(device).used_bytes,
+        "after a model was dropped",
+    )?;
     Ok(verdict)
 }
 
@@ -77,19 +81,21 @@ fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     let held_and_taken = used_after_clearing(&engine)?;
     let left = free(device)?;
     if left > 2 * LEFT {
-        return Err(CheckError::Kernel(format!("{left} bytes are free where the rest was taken")));
+        return Err(CheckError::Kernel(format!(
+            "{left} bytes are free although the rest was allocated"
+        )));
     }
     match logits(&engine, LONG) {
         Err(GenerateError::Device(DeviceError::OutOfMemory { .. })) => {}
-        other => return Err(unlike("memory that ran out", other)),
+        other => return Err(unlike("an out-of-memory error", other)),
     }
-    same(held_and_taken, used_after_clearing(&engine)?, "what did not fit leaves")?;
+    same(held_and_taken, used_after_clearing(&engine)?, "after an out-of-memory error")?;
     let meanwhile = equal(&logits(&engine, SHORT).map_err(failed)?, &want)?;
     if !meanwhile.comparison.passed {
         return Ok(meanwhile);
     }
     drop(others);
-    same(held, used_after_clearing(&engine)?, "others leave")?;
+    same(held, used_after_clearing(&engine)?, "after other allocations were freed")?;
     // The long sequence fits once the other allocations are freed.
     equal(&logits(&engine, LONG).map_err(failed)?, &want)
 }
@@ -117,20 +123,20 @@ fn used_after_clearing(engine: &Engine) -> Result<u64, CheckError> {
 
 /// Free memory of the card, in bytes.
 fn free(device: &Device) -> Result<u64, CheckError> {
-    let none = || CheckError::Kernel("the driver does not tell what is free".to_owned());
+    let none = || CheckError::Kernel("the driver does not report free memory".to_owned());
     flashover::memory::free_bytes(&device.clone().into()).ok_or_else(none)
 }
 
 fn same(before: u64, after: u64, what: &str) -> Result<(), CheckError> {
     match before == after {
         true => Ok(()),
-        false => Err(CheckError::Kernel(format!("{what} {after} bytes where {before} were alive"))),
+        false => Err(CheckError::Kernel(format!("{what}: {after} bytes in use, not {before}"))),
     }
 }
 
 fn unlike<T>(want: &str, have: Result<T, GenerateError>) -> CheckError {
-    let have = have.map_or_else(|why| why.to_string(), |_| "an answer".to_owned());
-    CheckError::Kernel(format!("{want} was due, and there was: {have}"))
+    let have = have.map_or_else(|why| why.to_string(), |_| "logits".to_owned());
+    CheckError::Kernel(format!("expected {want}, got: {have}"))
 }
 
 fn equal(out: &[f32], want: &[f32]) -> Result<Verdict, CheckError> {

@@ -24,7 +24,7 @@ const APPROXIMATE: f64 = 2e-5;
 pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Job>> {
     let shown = fixtures.display();
     let entries = fs::read_dir(fixtures)
-        .with_context(|| format!("cannot read {shown}\nhint: models/fixtures of the repository"))?;
+        .with_context(|| format!("cannot read {shown}\nhint: use the folder models/fixtures"))?;
     let mut names = Vec::new();
     for entry in entries {
         let entry = entry?;
@@ -35,7 +35,7 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
     names.sort();
     anyhow::ensure!(
         !names.is_empty(),
-        "{shown} has no models\nhint: models/fixtures of the repository"
+        "{shown} has no models\nhint: use the folder models/fixtures"
     );
     let dtypes = [
         (DType::F32, Compute::F32, reference::DType::F32),
@@ -71,7 +71,7 @@ fn is_dense(folder: &Path) -> Result<Value, String> {
     let options = LoadOptions::default();
     let open = Weights::open(folder).and_then(|own| models::on_device(&own, None, &options));
     match open.map(|own| own.weight_format) {
-        Ok(Some(_)) => Err("weights of 4 and 8 bits are not multiplied in tf32".to_owned()),
+        Ok(Some(_)) => Err("4-bit and 8-bit weights have no tf32 matmul".to_owned()),
         _ => Ok(json!({})),
     }
 }
@@ -107,7 +107,7 @@ fn check(
         let mut own = own.session(TOKENS).map_err(failed)?;
         if own.logits(&tokens).map_err(failed)? == out {
             return Err(CheckError::Kernel(
-                "f32 gives the same bits: nothing was in tf32".to_owned(),
+                "the result is bit-identical to f32, so tf32 was not used".to_owned(),
             ));
         }
     }

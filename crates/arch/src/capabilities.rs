@@ -1,6 +1,6 @@
-//! Capabilities that follow from the back end's language and from how its units run.
+//! Capabilities that follow from the backend's language and from how its units run.
 //!
-//! Kernels ask for a capability, never for a back end, so a new back end is added only here.
+//! Kernels ask for a capability, never for a backend, so a new backend is added only here.
 
 use crate::{ArchProfile, Backend};
 

@@ -18,7 +18,7 @@ pub struct Device {
     client: Client,
     profile: ArchProfile,
     raw: cubecl::Device,
-    /// Index of the device among those of its back end.
+    /// Index of the device among those of its backend.
     ordinal: usize,
 }
 
@@ -29,14 +29,17 @@ pub enum OpenError {
     /// The machine has no such device, or lacks a driver or library that it needs.
     #[error("no {backend} device: {why}\nhint: {how}")]
     Unavailable { backend: Backend, why: String, how: String },
-    /// The back end has fewer devices.
+    /// The backend has fewer devices.
     #[error(
-        "no {backend} device {ordinal}: this machine has {count}\nhint: devices count from 0; `flashover doctor` \
-         lists the first of each back end"
+        "no {backend} device {ordinal}: this machine has {count}\nhint: pass a device number from \
+         0; `flashover doctor` lists the first device of each backend"
     )]
     Ordinal { backend: Backend, ordinal: usize, count: usize },
     /// Another library's device uses a runtime without a backend here.
-    #[error("no backend for CubeCL's runtime {runtime}\nhint: one of cuda, vulkan, webgpu, cpu")]
+    #[error(
+        "no backend for CubeCL's runtime {runtime}\nhint: open the device with cuda, vulkan, \
+         webgpu or cpu"
+    )]
     Foreign { runtime: String },
     #[error(transparent)]
     UnknownProfile(#[from] UnknownProfile),
@@ -93,7 +96,7 @@ impl Device {
             Backend::Cpu => 1,
             Backend::Vulkan | Backend::WebGpu => adapters.len(),
         };
-        // A driver without a card is told apart below, by the back end's own error.
+        // A driver without a card is told apart below, by the backend's own error.
         if ordinal >= count.max(1) {
             return Err(OpenError::Ordinal { backend, ordinal, count });
         }
@@ -103,13 +106,13 @@ impl Device {
             Backend::Vulkan => {
                 let adapter = adapters
                     .get(ordinal)
-                    .ok_or_else(|| gone("the Vulkan loader finds no hardware driver".to_owned()))?;
+                    .ok_or_else(|| gone("the Vulkan loader found no hardware driver".to_owned()))?;
                 cubecl::Device::vulkan(adapter.kind.clone())
             }
             Backend::WebGpu => {
                 let adapter = adapters
                     .get(ordinal)
-                    .ok_or_else(|| gone("EGL finds no OpenGL ES 3.1 driver".to_owned()))?;
+                    .ok_or_else(|| gone("EGL found no OpenGL ES 3.1 driver".to_owned()))?;
                 cubecl::Device::gl(adapter.kind.clone())
             }
         }
@@ -143,7 +146,7 @@ impl Device {
         };
         let ordinal = match &raw {
             cubecl::Device::Cuda(device) => device.index,
-            // Those of other back ends that Burn opens are the first.
+            // Those of other backends that Burn opens are the first.
             _ => 0,
         };
         let profile = profile_of(&client, backend, ordinal);
@@ -182,12 +185,12 @@ impl Device {
         self.profile.backend
     }
 
-    /// Index of this device among those of its back end.
+    /// Index of this device among those of its backend.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// UUID of a CUDA device, as [`Reading::id`](crate::monitor::Reading) has it; none on other back ends.
+    /// UUID of a CUDA device, as [`Reading::id`](crate::monitor::Reading) has it; none on other backends.
     pub fn uuid(&self) -> Option<String> {
         (self.backend() == Backend::Cuda).then(|| facts::cuda_uuid(self.ordinal))?
     }

@@ -120,7 +120,7 @@ pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
             need(
                 absent(&["libcuda.so.1"]),
                 "the NVIDIA driver (libcuda.so.1) is not installed",
-                "install the NVIDIA driver, 580 or newer, which NVRTC 13 needs",
+                "install NVIDIA driver 580 or newer, which NVRTC 13 needs",
             );
             need(
                 nvrtc_version().is_none(),
@@ -155,7 +155,7 @@ pub(crate) const fn how_to_get(backend: Backend) -> &'static str {
         Backend::Cuda => "check that `nvidia-smi` lists a card",
         Backend::Vulkan => "install the Vulkan driver of your card; software Vulkan is not used",
         Backend::WebGpu => "install the packages libegl1, libgles2 and libgl1-mesa-dri",
-        Backend::Cpu => "the CPU back end needs nothing but this program",
+        Backend::Cpu => "report this as a bug: the CPU backend needs no driver",
     }
 }
 

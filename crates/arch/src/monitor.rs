@@ -244,8 +244,8 @@ impl Monitor {
             missing.push(Lack {
                 why: Why::Failed,
                 quantities: Vec::new(),
-                said: "a graphics driver failed while it was asked for its adapters".to_owned(),
-                hint: "`flashover doctor` says which back end it is".to_owned(),
+                said: "a graphics driver failed while its adapters were listed".to_owned(),
+                hint: "find the backend of this driver with `flashover doctor`".to_owned(),
             });
             Vec::new()
         });
@@ -284,8 +284,8 @@ fn of_adapter(index: usize, adapter: &AdapterFacts, missing: &[Lack]) -> Reading
     let lack = nvml.unwrap_or_else(|| Lack {
         why: Why::NotTold,
         quantities: Vec::new(),
-        said: "wgpu tells an adapter's name and no measurements".to_owned(),
-        hint: "the vendor's own tool has them, such as rocm-smi or intel_gpu_top".to_owned(),
+        said: "wgpu reports the name of an adapter, but no measurements".to_owned(),
+        hint: "use the vendor's own tool, such as rocm-smi or intel_gpu_top".to_owned(),
     });
     reading.lack(&lack, &Quantity::ALL);
     reading

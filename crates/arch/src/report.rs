@@ -117,9 +117,9 @@ fn choose(report: &Report) -> Option<Choice> {
     let gpu = report.devices.iter().find(|d| is_gpu(d));
     let chosen = gpu.or_else(|| report.devices.iter().find(|d| d.backend == Backend::Cpu))?;
     let why = match (gpu, chosen.backend) {
-        (Some(d), Backend::Cuda) => format!("{} answers through CUDA, the fastest path", d.name),
-        (Some(d), _) => format!("{} answers, and CUDA does not", d.name),
-        (None, _) => "no GPU answers".to_owned(),
+        (Some(d), Backend::Cuda) => format!("{} runs on CUDA, the fastest backend", d.name),
+        (Some(d), _) => format!("{} is available, but CUDA is not", d.name),
+        (None, _) => "no GPU is available".to_owned(),
     };
     Some(Choice { backend: chosen.backend, why })
 }

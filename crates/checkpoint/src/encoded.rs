@@ -22,10 +22,11 @@ pub struct Encoded<'a> {
 pub enum NotStored {
     /// The weight was joined from several, and their nested absmax have different offsets.
     #[error(
-        "nested absmax of joined weights have an offset each\nhint: store the weights before they are joined"
+        "joined weights with different nested absmax offsets cannot be stored\nhint: store the \
+         weights before you join them"
     )]
     Offsets,
-    #[error("no file has weights in {0}")]
+    #[error("files cannot store weights in {0}\nhint: quantise to nf4, fp4 or int8")]
     Format(WeightFormat),
 }
 

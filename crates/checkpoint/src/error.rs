@@ -54,9 +54,9 @@ pub enum Error {
     /// The header is truncated, not JSON, or inconsistent with itself or the length of the file.
     #[error("{} is not a safetensors file: {}", .path.display(), short(.why))]
     Header { path: PathBuf, why: String },
-    #[error("{} does not tell which shard holds which tensor: {}", .path.display(), short(.why))]
+    #[error("{} is not a valid shard index: {}", .path.display(), short(.why))]
     Index { path: PathBuf, why: String },
-    #[error("{} names {}, which is not there\nhint: download all shards", .index.display(), short(.shard))]
+    #[error("{} names {}, which does not exist\nhint: download all shards", .index.display(), short(.shard))]
     MissingShard { index: PathBuf, shard: String },
     /// All tensors that are missing from the shard in the index, each with that shard.
     #[error("{}", misplaced(.index, .tensors))]
@@ -75,8 +75,8 @@ pub fn writable(why: &io::Error) -> &'static str {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             "free some space, raise the limit, or choose another folder"
         }
-        ErrorKind::UnexpectedEof => "leave the files of a model alone while they are read",
-        _ => "choose a folder that is yours to write",
+        ErrorKind::UnexpectedEof => "do not change the files of a model while they are read",
+        _ => "choose a writable folder",
     }
 }
 
@@ -112,12 +112,13 @@ impl Found {
 
     const fn hint(self) -> &'static str {
         match self {
-            Self::Shards => "it has shards, and lacks the index that says which tensor is in which",
+            Self::Shards => "download model.safetensors.index.json, which the shards need",
             Self::Pickles => {
-                "it has weights as PyTorch pickles them: save the model as safetensors, as `save_pretrained` of transformers does"
+                "convert the PyTorch pickles in the folder to safetensors with `save_pretrained` \
+                 of transformers"
             }
             Self::Gguf => {
-                "it has weights for llama.cpp: take the model from where those were made of"
+                "download the original safetensors; the folder has GGUF weights for llama.cpp"
             }
         }
     }
@@ -131,58 +132,58 @@ fn is_shard(name: &str) -> bool {
 /// The problem with a tensor.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Reason {
-    #[error("is not there")]
+    #[error("is missing")]
     Missing,
     /// The tensor is not part of its neighbours' format.
     #[error("does not belong to {0}")]
     Unexpected(&'static str),
-    #[error("is there twice, or is written twice")]
+    #[error("occurs or is written twice")]
     Twice,
-    #[error("is {} where {} was expected", file_name(*.have), names(.need))]
+    #[error("is {}, expected {}", file_name(*.have), names(.need))]
     DType { have: DType, need: Vec<DType> },
-    #[error("has shape {} where {need:?} was expected", sizes(.have))]
+    #[error("has shape {}, expected {need:?}", sizes(.have))]
     Shape { have: Vec<usize>, need: Vec<usize> },
-    #[error("has shape {} where {need} axes were expected", sizes(.have))]
+    #[error("has shape {}, expected {need} axes", sizes(.have))]
     Axes { have: Vec<usize>, need: usize },
-    #[error("is not named `weight`, as int8 weights are")]
+    #[error("expected the name `weight` for an int8 weight")]
     Name,
-    #[error("holds {have} bytes where its shape takes {need}")]
+    #[error("has {have} bytes, expected {need} for its shape")]
     Bytes { have: usize, need: usize },
     #[error("shape {} is too large to count its elements", sizes(.0))]
     Overflow(Vec<usize>),
     /// The JSON of a quantization state is invalid.
-    #[error("is no quantization state: {}", short(.0))]
+    #[error("is not a quantization state: {}", short(.0))]
     State(String),
-    #[error("more than one quantization state: {}", short(.0.join(", ")))]
+    #[error("has more than one quantization state: {}", short(.0.join(", ")))]
     States(Vec<String>),
-    #[error("quantization of type {}; nf4 and fp4 are known", short(format!("{:?}", .0)))]
+    #[error("expected quantization type nf4 or fp4, got {}", short(format!("{:?}", .0)))]
     QuantType(String),
     /// The type in a quantization state differs from the type in its name.
-    #[error("says that the type is {state}, and is named as one of type {name}")]
+    #[error("has type {state}, but its name says {name}")]
     QuantTypes { state: WeightFormat, name: WeightFormat },
     /// The codebook has the wrong order: NF4's 16 values ascend, FP4's do not.
-    #[error("is not that of {0}, which is the type that the quantization state says")]
+    #[error("is not the codebook of {0}, the type in the quantization state")]
     QuantMap(WeightFormat),
     /// The largest magnitude in the codebook is not 1. It must be, because a scale is the largest magnitude of a block.
-    #[error("has {0} as its largest magnitude where 1 was expected")]
+    #[error("has {0} as its largest magnitude, expected 1")]
     QuantMapEnd(f32),
     /// The codebook of nested scales does not ascend to 1; bitsandbytes uses 256 ascending values.
-    #[error("does not rise from value to value up to 1")]
+    #[error("does not ascend to 1")]
     NestedQuantMap,
-    #[error("blocks of {0} values: a power of two in 32..=4096 was expected")]
+    #[error("has a block size of {0}, expected a power of two from 32 to 4096")]
     BlockSize(usize),
-    #[error("nested blocks of {0} values: 256 was expected")]
+    #[error("has a nested block size of {0}, expected 256")]
     NestedBlockSize(usize),
-    #[error("has shape {}; the weight in blocks of {block_size} values has {need:?}", sizes(.have))]
+    #[error("has shape {}, expected {need:?} for a block size of {block_size}", sizes(.have))]
     Blocks { have: Vec<usize>, need: Vec<usize>, block_size: usize },
     /// The shape of the codes is wrong: two codes per byte, stored as `[bytes/size, 1]` in the storage's dtype.
-    #[error("has shape {}, which does not hold {len} values of 4 bits stored as {}", sizes(.have), file_name(*.storage))]
+    #[error("has shape {}, expected {len} 4-bit values stored as {}", sizes(.have), file_name(*.storage))]
     Packing { have: Vec<usize>, len: usize, storage: DType },
-    #[error("value {index} is infinite or not a number")]
+    #[error("value {index} is infinite or NaN")]
     NotFinite { index: usize },
-    #[error("value {index} is negative, and the largest magnitude of several")]
+    #[error("value {index} is negative, expected a magnitude")]
     Negative { index: usize },
-    #[error("weight format {0}; rows, 0, is known")]
+    #[error("has weight format {0}, expected 0 (rows)")]
     WeightFormat(u8),
 }
 
@@ -194,7 +195,7 @@ impl Reason {
 
 fn misplaced(index: &Path, tensors: &[(String, String)]) -> String {
     let (index, count) = (index.display(), tensors.len());
-    let mut text = format!("{index} says of shards what they do not have: {count} missing");
+    let mut text = format!("{index} lists tensors that their shards lack: {count} missing");
     list(
         &mut text,
         "missing",
@@ -205,12 +206,12 @@ fn misplaced(index: &Path, tensors: &[(String, String)]) -> String {
 
 fn twice(index: &Path, tensors: &[(String, [PathBuf; 2])]) -> String {
     let (index, count) = (index.display(), tensors.len());
-    let mut text = format!("the shards of {index} have tensors twice: {count}");
+    let mut text = format!("the shards of {index} contain tensors twice: {count}");
     let both = |(tensor, [one, other]): &(String, [PathBuf; 2])| {
         format!("{tensor} in {} and {}", one.display(), other.display())
     };
     list(&mut text, "twice", tensors.iter().map(both));
-    text + "\nhint: take all shards from one download; which of the two is meant cannot be told"
+    text + "\nhint: download all shards again from one source; the copies are ambiguous"
 }
 
 fn names(dtypes: &[DType]) -> String {

@@ -176,7 +176,7 @@ impl Checkpoint {
         let mut shards: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
         for (name, shard) in &index.weight_map {
             if Path::new(shard).file_name() != Some(shard.as_ref()) {
-                return Err(bad(format!("{shard:?} is not the name of a file beside it")));
+                return Err(bad(format!("expected a file name in the same folder, got {shard:?}")));
             }
             shards.entry(shard).or_default().push(name);
         }
@@ -310,21 +310,21 @@ fn values(bytes: &[u8]) -> Vec<f32> {
 /// Returns the places of the tensors in a file. The safetensors crate adds lengths from the file, which may
 /// overflow; here they are checked before.
 fn places(file: &[u8], shard: usize) -> Result<BTreeMap<String, Place>, String> {
-    let (len, rest) = file.split_first_chunk::<8>().ok_or("it is shorter than a length")?;
+    let (len, rest) = file.split_first_chunk::<8>().ok_or("it is shorter than 8 bytes")?;
     let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
     let header = rest.get(..len).ok_or("its header is longer than the file")?;
     if len > MAX_HEADER_BYTES {
-        return Err(format!("its header has {len} bytes, over {MAX_HEADER_BYTES}"));
+        return Err(format!("its header has {len} bytes, expected at most {MAX_HEADER_BYTES}"));
     }
     let metadata: Metadata = serde_json::from_slice(header).map_err(|why| why.to_string())?;
     let (need, have) = (metadata.data_len(), rest.len() - len);
     if need != have {
-        return Err(format!("its tensors take {need} bytes, it has {have}"));
+        return Err(format!("expected {need} bytes of tensors, got {have}"));
     }
     let place = |(name, info): (String, &TensorInfo)| {
         let (start, end) = info.data_offsets;
         let bytes = 8 + len + start..8 + len + end;
-        let unread = || format!("tensor {name} is {:?}, which is not read", info.dtype);
+        let unread = || format!("tensor {name} has the unsupported dtype {:?}", info.dtype);
         let dtype = from_file(info.dtype).ok_or_else(unread)?;
         Ok((name, Place { shard, dtype, shape: info.shape.clone(), bytes }))
     };
@@ -350,7 +350,7 @@ pub fn ends(path: &Path) -> io::Result<()> {
     let mut start = Vec::new();
     File::open(path)?.take(POINTER.len() as u64).read_to_end(&mut start)?;
     if start == POINTER {
-        let why = "it is a pointer of git-lfs, not the file";
+        let why = "it is a git-lfs pointer instead of the file";
         return Err(io::Error::new(io::ErrorKind::Unsupported, why));
     }
     Ok(())

@@ -143,10 +143,10 @@ impl Layout {
             "float16" => DType::F16,
             "bfloat16" => DType::Bf16,
             "float32" => DType::F32,
-            other => return Err(Reason::State(format!("dtype {other:?}"))),
+            other => return Err(Reason::State(format!("unsupported dtype {other:?}"))),
         };
         if let Some(other) = state.nested_dtype.filter(|dtype| dtype != "float32") {
-            return Err(Reason::State(format!("nested dtype {other:?}")));
+            return Err(Reason::State(format!("unsupported nested dtype {other:?}")));
         }
         if let Some(other) = state.nested_blocksize.filter(|size| *size != NESTED_BLOCK_SIZE) {
             return Err(Reason::NestedBlockSize(other));
@@ -221,7 +221,9 @@ impl<'a> FourBit<'a> {
         let plan = layout.plan(name)?;
         let planned = |part: &str| plan.iter().any(|plan| plan.name == below(part));
         if let Some(part) = file.below(name).find(|part| !planned(part)) {
-            return Err(Reason::Unexpected("the quantization of its weight").in_tensor(below(part)));
+            return Err(
+                Reason::Unexpected("the quantization state of its weight").in_tensor(below(part))
+            );
         }
         for plan in &plan {
             layout.compare(name, plan, &file.tensor(&plan.name)?)?;

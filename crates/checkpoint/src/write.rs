@@ -121,7 +121,8 @@ impl Writer {
     /// [`Error::Write`].
     pub fn write(&mut self, name: &str, tensor: &Tensor<'_>) -> Result<(), Error> {
         let index = self.names.get(name);
-        let index = *index.ok_or_else(|| Reason::Unexpected("what was planned").in_tensor(name))?;
+        let index =
+            *index.ok_or_else(|| Reason::Unexpected("the planned tensors").in_tensor(name))?;
         let slot = &mut self.slots[index];
         slot.plan.check(tensor).map_err(|reason| reason.in_tensor(name))?;
         if slot.written {
@@ -178,7 +179,7 @@ impl Writer {
         put.map_err(|why| {
             // The system cannot read the bytes: they are those of a mapped file past its new end.
             let gone = why.raw_os_error() == Some(rustix::io::Errno::FAULT.raw_os_error());
-            let text = "a file that is copied became shorter meanwhile";
+            let text = "a source file became shorter during the copy";
             let why = if gone { io::Error::new(ErrorKind::UnexpectedEof, text) } else { why };
             Error::Write { path: self.path.clone(), why }
         })

@@ -1,4 +1,4 @@
-//! The `flashover` command as a library. `flashover-bench` contains it, so that a bundle has the back ends only once.
+//! The `flashover` command as a library. `flashover-bench` contains it, so that a bundle has the backends only once.
 
 mod bench_command;
 mod compare_command;
@@ -108,7 +108,7 @@ enum Command {
     ///
     /// Example: flashover bench --shape llama-3-8b --quant nf4 -p 512 -n 128 --batch 1,16
     Bench(bench_command::Args),
-    /// Compare one model across back ends and precisions: tokens, logits, perplexity, speed
+    /// Compare one model across backends and precisions: tokens, logits, perplexity, speed
     ///
     /// Example: flashover compare --model models/demo --backend cuda,vulkan,cpu --quant none,nf4
     #[command(args_override_self = true)]
@@ -157,7 +157,7 @@ fn commit() -> String {
 }
 
 /// Parses the command line of this process and runs it. Returns exit code 0 for success, 2 for an error with a hint, 1
-/// if `compare` found a back end that fails, and 128 plus the signal's number if a signal ended the work.
+/// if `compare` found a backend that fails, and 128 plus the signal's number if a signal ended the work.
 pub fn main() -> ExitCode {
     // Only our own warnings concern the user; those of the runtimes do not.
     env_logger::Builder::new()
@@ -208,7 +208,7 @@ fn man(folder: &Path) -> anyhow::Result<()> {
     let written = written.and_then(|()| clap_mangen::generate_to(Cli::command(), folder));
     written.map_err(|why| {
         let folder = folder.display();
-        anyhow!("cannot write into {folder}: {why}\nhint: choose a folder that is yours to write")
+        anyhow!("cannot write into {folder}: {why}\nhint: choose a writable folder")
     })
 }
 
@@ -220,7 +220,9 @@ fn doctor(json: bool, require_gpu: bool) -> anyhow::Result<()> {
         shown(&report)
     })?;
     if require_gpu && !report.has_gpu() {
-        bail!("no GPU answers\nhint: the lines under `missing` say what each back end needs");
+        bail!(
+            "no GPU is available\nhint: install the drivers and libraries listed under `missing`"
+        );
     }
     Ok(())
 }
@@ -241,7 +243,7 @@ fn shown(report: &Report) -> String {
     }
     match &report.chosen {
         Some(c) => out += &format!("chosen\n  {}: {}\n", c.backend, c.why),
-        None => out += "chosen\n  nothing: no back end answers\n",
+        None => out += "chosen\n  nothing: no backend is available\n",
     }
     if !report.missing.is_empty() {
         out += "missing\n";

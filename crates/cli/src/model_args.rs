@@ -255,7 +255,7 @@ fn dtype(text: &str) -> Result<Compute, String> {
         "tf32" => Ok(Compute::Tf32),
         "f16" => Ok(Compute::F16),
         "bf16" => Ok(Compute::Bf16),
-        _ => Err(format!("unknown dtype `{text}`\nhint: one of f32, tf32, f16, bf16")),
+        _ => Err(format!("unknown dtype `{text}`\nhint: use one of f32, tf32, f16, bf16")),
     }
 }
 

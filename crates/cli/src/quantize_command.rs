@@ -43,7 +43,7 @@ pub(crate) struct Args {
 fn format(text: &str) -> Result<WeightFormat, String> {
     WeightFormat::in_files().find(|format| format.name() == text).ok_or_else(|| {
         let known: Vec<_> = WeightFormat::in_files().map(WeightFormat::name).collect();
-        format!("unknown quantisation `{text}`\nhint: one of {}", known.join(", "))
+        format!("unknown quantisation `{text}`\nhint: use one of {}", known.join(", "))
     })
 }
 

@@ -27,9 +27,11 @@ enum Place {
 pub enum OutFileError {
     #[error("{} is a folder\nhint: name a file", .0.display())]
     Folder(PathBuf),
-    #[error("cannot write {}: there is no folder {}\nhint: make it with `mkdir -p {}`", .path.display(), .folder.display(), .folder.display())]
+    #[error(
+        "cannot write {}: folder {} does not exist\nhint: create it with `mkdir -p {}`", .path.display(), .folder.display(), .folder.display())]
     NoFolder { path: PathBuf, folder: PathBuf },
-    #[error("cannot write {}: {why}\nhint: name a file that can be written, in a folder that can be", .path.display())]
+    #[error(
+        "cannot write {}: {why}\nhint: name a writable file in a writable folder", .path.display())]
     Refused { path: PathBuf, why: io::Error },
 }
 
@@ -262,8 +264,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("temporary folder");
         let refused = |path: &Path| OutFile::new(path).expect_err("refused").to_string();
         let absent = dir.path().join("absent/x");
-        for (path, word) in [(dir.path(), "is a folder"), (absent.as_path(), "there is no folder")]
-        {
+        for (path, word) in [(dir.path(), "is a folder"), (absent.as_path(), " does not exist")] {
             let text = refused(path);
             assert!(text.contains(word) && text.contains("\nhint: "), "{text}");
         }

@@ -27,7 +27,7 @@ fn with_hint(
     let text = error.render().to_string();
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return format!(
-            "{}\n\nerror: a command is missing\nhint: one of those above\n",
+            "{}\n\nerror: a command is missing\nhint: use one of the commands above\n",
             text.trim_end()
         );
     }
@@ -40,12 +40,12 @@ fn with_hint(
         [ContextKind::ValidValue, ContextKind::ValidSubcommand].map(|kind| error.get(kind));
     let hint = match (choices.into_iter().flatten().next(), error.get(ContextKind::InvalidArg)) {
         (Some(ContextValue::Strings(known)), _) if !known.is_empty() => {
-            format!("one of {}", known.join(", "))
+            format!("use one of {}", known.join(", "))
         }
         (_, Some(ContextValue::String(arg))) if error.kind() == ErrorKind::InvalidValue => {
-            format!("give `{arg}` a value that is not empty")
+            format!("pass a non-empty value for `{arg}`")
         }
-        _ => format!("`{} --help` lists what there is", place(command, args)),
+        _ => format!("see `{} --help`", place(command, args)),
     };
     let text = text.split("\n  [possible values").next().unwrap_or_default();
     format!("{text}\nhint: {hint}\n")
@@ -107,16 +107,16 @@ mod tests {
     #[test]
     fn every_refusal_ends_with_a_hint() {
         for (args, hint) in [
-            (&["bench", "--suite", "fast"][..], "one of quick, all"),
-            (&["bench", "--suite"], "one of quick, all"),
+            (&["bench", "--suite", "fast"][..], "use one of quick, all"),
+            (&["bench", "--suite"], "use one of quick, all"),
             (&["bench", "--threshold", "x"], "a percentage such as 5"),
-            (&["bench", "--save", ""], "give `--save <SAVE>` a value that is not empty"),
-            (&["bench", "--save"], "give `--save <SAVE>` a value that is not empty"),
-            (&["bench", "--count", "x"], "`tool bench --help` lists what there is"),
-            (&["bench", "--strict"], "`tool bench --help` lists what there is"),
-            (&["bench", "--sweet"], "`tool bench --help` lists what there is"),
-            (&[], "one of those above"),
-            (&["nope"], "`tool --help` lists what there is"),
+            (&["bench", "--save", ""], "pass a non-empty value for `--save <SAVE>`"),
+            (&["bench", "--save"], "pass a non-empty value for `--save <SAVE>`"),
+            (&["bench", "--count", "x"], "see `tool bench --help`"),
+            (&["bench", "--strict"], "see `tool bench --help`"),
+            (&["bench", "--sweet"], "see `tool bench --help`"),
+            (&[], "use one of the commands above"),
+            (&["nope"], "see `tool --help`"),
         ] {
             let all = ["tool"].iter().chain(args);
             let error = Cli::try_parse_from(all).expect_err("wrong");

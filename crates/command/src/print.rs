@@ -5,7 +5,9 @@ use std::io::{self, ErrorKind, Write};
 
 /// Standard output cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write to standard output: {0}\nhint: direct it to a file on a disk that has room")]
+#[error(
+    "cannot write to standard output: {0}\nhint: redirect it to a file on a disk with free space"
+)]
 pub struct PrintError(io::Error);
 
 /// Prints all of `text` at once. A closed pipe, as with `head`, is not an error. `println!` would panic on

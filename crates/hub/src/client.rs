@@ -71,9 +71,10 @@ impl<'a> Client<'a> {
     ) -> Result<Self, Failure> {
         let refused = |why: &str| Failure::Unreached { why: why.to_owned(), passes: false };
         let own = endpoint.parse().ok().and_then(|uri| Origin::from_uri(&uri));
-        let own = own.ok_or_else(|| refused("http:// or https:// is where it has to begin"))?;
+        let own =
+            own.ok_or_else(|| refused("expected an address that starts with http:// or https://"))?;
         let bearer = token
-            .map(|token| token.header().ok_or_else(|| refused("the token cannot be sent")))
+            .map(|token| token.header().ok_or_else(|| refused("the token is invalid")))
             .transpose()?;
         let config = Agent::config_builder()
             .user_agent(concat!("flashover/", env!("CARGO_PKG_VERSION")))
@@ -131,7 +132,8 @@ impl<'a> Client<'a> {
     /// Follows redirects. A HEAD request stops at a redirect to another origin that has the file's ETag.
     fn follow(&self, method: &Method, path: &str, from: u64) -> Result<Response<Body>, Failure> {
         let uri = format!("{}{path}", self.endpoint).parse();
-        let mut uri: Uri = uri.map_err(|_| Failure::Unusable(format!("{path} is no address")))?;
+        let mut uri: Uri =
+            uri.map_err(|_| Failure::Unusable(format!("{path} is not a valid address")))?;
         for _ in 0..=REDIRECTS {
             let origin = Origin::from_uri(&uri);
             let is_own = origin.as_ref() == Some(&self.own);
@@ -147,7 +149,7 @@ impl<'a> Client<'a> {
                 return Err(Failure::Status { status: status.as_u16(), elsewhere, wait });
             }
             let location = header(&answer, LOCATION.as_str())
-                .ok_or_else(|| Failure::Unusable("it sends on to nowhere".to_owned()))?;
+                .ok_or_else(|| Failure::Unusable("its redirect has no target".to_owned()))?;
             let next = redirected(&uri, location).map_err(Failure::Unusable)?;
             if method == Method::HEAD
                 && Origin::from_uri(&next) != origin
@@ -157,7 +159,7 @@ impl<'a> Client<'a> {
             }
             uri = next;
         }
-        Err(Failure::Unusable(format!("it sends on more than {REDIRECTS} times")))
+        Err(Failure::Unusable(format!("it redirects more than {REDIRECTS} times")))
     }
 
     fn send(
@@ -180,7 +182,10 @@ impl<'a> Client<'a> {
         self.agent.run(request).map_err(|why| match self.unanswered(&why) {
             Failure::Unreached { why, passes } if !is_own => {
                 let host = uri.host().unwrap_or_default();
-                Failure::Unreached { why: format!("{host}, where it sends on to: {why}"), passes }
+                Failure::Unreached {
+                    why: format!("{host}, the target of its redirect: {why}"),
+                    passes,
+                }
             }
             other => other,
         })
@@ -201,7 +206,7 @@ impl<'a> Client<'a> {
     fn late(&self, which: Timeout) -> String {
         match which {
             Timeout::PerRead | Timeout::RecvResponse | Timeout::RecvBody => {
-                format!("nothing came for {:?}", self.patience.stall)
+                format!("no data arrived for {:?}", self.patience.stall)
             }
             _ => format!("no connection within {:?}", self.patience.connect),
         }

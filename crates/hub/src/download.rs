@@ -76,12 +76,12 @@ impl Download<'_> {
         facts: &Facts,
     ) -> Result<(BlobName, Whole<'n>), HubError> {
         let blob = BlobName::of_etag(&facts.etag)
-            .ok_or_else(|| self.unusable(&format!("the ETag of {name} is no name of a file")))?;
+            .ok_or_else(|| self.unusable(&format!("the ETag of {name} is no file name")))?;
         let size = self.listing.size(name).or(facts.size);
-        let size = size.ok_or_else(|| self.unusable(&format!("it has no length of {name}")))?;
+        let size = size.ok_or_else(|| self.unusable(&format!("it gives no length for {name}")))?;
         let (listed, said) = (self.listing.sha256(name), blob.sha256());
         if listed.is_some() && said.is_some() && listed != said {
-            return Err(self.unusable(&format!("it has two SHA-256 of {name}")));
+            return Err(self.unusable(&format!("it gives two different SHA-256 for {name}")));
         }
         Ok((blob, Whole { name, address, size, sum: listed.or(said) }))
     }
@@ -125,7 +125,7 @@ impl Download<'_> {
         }
         match (&whole.sum, part.sum()) {
             (Some(want), Some(have)) if *want != have => Err(Failure::Wrong(format!(
-                "the SHA-256 of {} is {have} and not {want}; it is deleted",
+                "the SHA-256 of {} is {have}, expected {want}; the file was deleted",
                 whole.name
             ))),
             _ => Ok(()),
@@ -142,7 +142,7 @@ impl Download<'_> {
         let mut answer = answer?;
         let wrong = |what: &str, said: &str| {
             let (name, size) = (whole.name, whole.size);
-            Err(Failure::Wrong(format!("{what} of {name}, of {size} bytes, is {said}")))
+            Err(Failure::Wrong(format!("{what} of {name} ({size} bytes) is {said}")))
         };
         let packed = header(&answer, CONTENT_ENCODING.as_str());
         if let Some(packed) = packed.filter(|packed| *packed != "identity") {
@@ -174,7 +174,7 @@ impl Download<'_> {
                 Err(why) => return Err(self.client.broke(why)),
             };
             if part.len() + n as u64 > whole.size {
-                return wrong("the length", "more than that");
+                return wrong("the length", "larger");
             }
             part.push(&piece[..n])?;
             self.tally.at(whole.name, part.len());
@@ -193,7 +193,7 @@ impl Download<'_> {
     fn failed(&self, name: &str, failure: Failure) -> HubError {
         match failure {
             Failure::Status { status: 404, elsewhere: None, .. } => {
-                self.unusable(&format!("it lists {name} and does not have it"))
+                self.unusable(&format!("it lists {name}, but does not have it"))
             }
             other => HubError::from_failure(other, self.hub, self.model),
         }

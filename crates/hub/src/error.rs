@@ -8,12 +8,12 @@ use crate::{Hub, ModelName};
 #[non_exhaustive]
 pub enum HubError {
     #[error(
-        "{endpoint} has no model {model}\n\
-         hint: check owner, name and revision; they are written as on the model's page"
+        "{endpoint} has no model {model}\nhint: check owner, name and revision against the \
+         model's page"
     )]
     NoModel { model: ModelName, endpoint: String },
     /// Access is denied. The Hub also answers so for models that do not exist, if the user is unknown.
-    #[error("{endpoint} does not give {model} to {who} (status {status})\nhint: {hint}")]
+    #[error("{endpoint} denies {model} to {who} (status {status})\nhint: {hint}")]
     Refused {
         model: ModelName,
         endpoint: String,
@@ -22,50 +22,48 @@ pub enum HubError {
         hint: &'static str,
     },
     #[error(
-        "{endpoint} is not reached: {why}\n\
-         hint: check the network, HTTPS_PROXY and HF_ENDPOINT; --offline or HF_HUB_OFFLINE=1 takes what \
-         was downloaded before"
+        "cannot reach {endpoint}: {why}\nhint: check the network, HTTPS_PROXY and HF_ENDPOINT, or \
+         use the cache with --offline or HF_HUB_OFFLINE=1"
     )]
     Unreachable { endpoint: String, why: String },
     #[error(
-        "{model} has no weights in safetensors\n\
-         hint: look for a repository with model.safetensors, or convert it: `save_pretrained` of \
-         transformers writes it"
+        "{model} has no weights in safetensors\nhint: find a repository with model.safetensors, \
+         or convert the weights with `save_pretrained` of transformers"
     )]
     NoSafetensors { model: ModelName },
     #[error(
-        "{model} is not whole in the cache, {}\n\
-         hint: run once without --offline and HF_HUB_OFFLINE", .cache.display()
+        "{model} is not complete in the cache, {}\nhint: run once without --offline and \
+         HF_HUB_OFFLINE", .cache.display()
     )]
     NotCached { model: ModelName, cache: PathBuf },
     #[error(
-        "the download of {model} broke off: {why}\n\
-         hint: run it again; what is there is not downloaded twice"
+        "the download of {model} was interrupted: {why}\nhint: run it again; it resumes from the \
+         downloaded part"
     )]
     Interrupted { model: ModelName, why: String },
     /// The server's answer is not a valid one of a Hub.
     #[error(
-        "{endpoint} answers for {model} with what cannot be used: {why}\n\
-         hint: try again later; HF_ENDPOINT must be a Hub or a mirror of it"
+        "{endpoint} sent an unusable response for {model}: {why}\nhint: try again later, and \
+         check that HF_ENDPOINT is a Hub or a mirror of it"
     )]
     Answer { model: ModelName, endpoint: String, why: String },
     #[error(
-        "{model} is being downloaded by another program: {} is locked\n\
-         hint: wait for it, or end it", .lock.display()
+        "another program is downloading {model}: {} is locked\nhint: wait for it, or end it",
+        .lock.display()
     )]
     Busy { model: ModelName, lock: PathBuf },
     /// The path for the partial file of an earlier download exists but is not a file.
     #[error(
-        "what is there of {model} cannot be gone on with\n\
-         hint: delete the files that end in .incomplete under {}", .cache.display()
+        "the partial download of {model} cannot be resumed\nhint: delete the files that end in \
+         .incomplete under {}", .cache.display()
     )]
     Leftover { model: ModelName, cache: PathBuf },
     #[error(
-        "cannot write to the cache {}: {why}\n\
-         hint: HF_HUB_CACHE names a folder on a disk that has room", .cache.display()
+        "cannot write to the cache {}: {why}\nhint: set HF_HUB_CACHE to a folder on a disk with \
+         free space", .cache.display()
     )]
     Disk { cache: PathBuf, why: String },
-    #[error("there is no home for a cache\nhint: HF_HUB_CACHE and HF_HOME name folders")]
+    #[error("no home folder for the cache\nhint: set HF_HUB_CACHE or HF_HOME to a folder")]
     NoCache,
 }
 
@@ -81,8 +79,8 @@ impl HubError {
                 Self::Refused { model, endpoint, who, status, hint }
             }
             Failure::Status { status, elsewhere, wait } => {
-                let by = elsewhere.map(|host| format!(" of {host}, where it sends on to"));
-                let wait = wait.map(|wait| format!(", to be asked again in {wait:?}"));
+                let by = elsewhere.map(|host| format!(" of {host}, the target of its redirect"));
+                let wait = wait.map(|wait| format!(", retry after {wait:?}"));
                 let [by, wait] = [by, wait].map(Option::unwrap_or_default);
                 Self::Answer { model, endpoint, why: format!("status {status}{by}{wait}") }
             }
@@ -99,14 +97,14 @@ const fn asker(has_token: bool) -> (&'static str, &'static str) {
     if has_token {
         (
             "the account of this token",
-            "accept the model's terms on its page with that account, or give HF_TOKEN a token that may \
-             read it",
+            "accept the model's terms on its page with that account, or set HF_TOKEN to a token \
+             that may read it",
         )
     } else {
         (
-            "everybody",
-            "it is gated, private or misspelt: accept its terms on its page, and set HF_TOKEN to a token \
-             of that account or run `hf auth login`",
+            "anonymous users",
+            "check the name; for a gated or private model, accept its terms on its page, and set \
+             HF_TOKEN to a token of that account or run `hf auth login`",
         )
     }
 }

@@ -106,7 +106,7 @@ impl Files {
         files.0.push(INDEX.to_owned());
         for shard in shards(index)? {
             if !listing.has(&shard) {
-                return Err(format!("{INDEX} names {shard}, which is not there"));
+                return Err(format!("{INDEX} names {shard}, which does not exist"));
             }
             files.0.push(shard);
         }
@@ -151,7 +151,7 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, String> {
     let is_plain =
         |name: &&String| name.ends_with(".safetensors") && !name.contains(['/', '\\', ':', '\0']);
     match shards.iter().find(|name| !is_plain(name)) {
-        Some(other) => Err(format!("{INDEX} names `{other}`, which is no file of safetensors")),
+        Some(other) => Err(format!("{INDEX} names `{other}`, which is not a safetensors file")),
         None if shards.is_empty() => Err(format!("{INDEX} names no files")),
         None => Ok(shards),
     }
@@ -205,10 +205,10 @@ mod tests {
         let files = Files::of_shards(&all, index(&[two, one, two]).path()).expect("shards");
         assert_eq!(files.names().collect::<Vec<_>>(), ["config.json", INDEX, one, two]);
         for (bad, word) in [
-            (&["../x.safetensors"][..], "no file of safetensors"),
-            (&["C:x.safetensors"], "no file of safetensors"),
-            (&["x.bin"], "no file of safetensors"),
-            (&["absent.safetensors"], "not there"),
+            (&["../x.safetensors"][..], "not a safetensors file"),
+            (&["C:x.safetensors"], "not a safetensors file"),
+            (&["x.bin"], "not a safetensors file"),
+            (&["absent.safetensors"], "does not exist"),
             (&[], "names no files"),
         ] {
             let said = Files::of_shards(&all, index(bad).path()).err().expect("refused");

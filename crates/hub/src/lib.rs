@@ -155,7 +155,7 @@ impl Hub {
         for file in files.names() {
             path = download.file(file)?.parent().map(Path::to_owned);
         }
-        let path = path.ok_or_else(|| self.broken(model, "it has none of the files of a model"))?;
+        let path = path.ok_or_else(|| self.broken(model, "it has no files of a model"))?;
         // A revision that refers to a folder without weights would hide a complete one from offline runs.
         let folder = download.folder;
         if wanted == Wanted::Model || folder.kept(model.revision()).is_none() {

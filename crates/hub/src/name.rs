@@ -13,7 +13,9 @@ pub struct ModelName {
 
 /// A text that is not a valid [`ModelName`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no name of a model\nhint: owner/name or owner/name@revision, as on the Hub")]
+#[error(
+    "`{0}` is not the name of a model\nhint: use owner/name or owner/name@revision, as on the Hub"
+)]
 pub struct BadName(pub String);
 
 impl ModelName {

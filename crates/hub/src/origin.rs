@@ -37,7 +37,7 @@ impl Origin {
 /// # Errors
 /// The result is not a URL, contains a name or password, or leads from https to http.
 pub(crate) fn redirected(base: &Uri, location: &str) -> Result<Uri, String> {
-    let bad = || "it sends on to what is no address".to_owned();
+    let bad = || "its redirect has an invalid address".to_owned();
     let location = location.split('#').next().unwrap_or_default();
     let scheme = base.scheme_str().ok_or_else(bad)?;
     let authority = base.authority().ok_or_else(bad)?;
@@ -58,10 +58,10 @@ pub(crate) fn redirected(base: &Uri, location: &str) -> Result<Uri, String> {
     let to = Origin::from_uri(&next).ok_or_else(bad)?;
     let own = next.authority() == Some(authority);
     if !own && next.authority().is_some_and(|authority| authority.as_str().contains('@')) {
-        return Err("it sends on to an address with a name or password in it".to_owned());
+        return Err("it redirects to an address with a user name or password".to_owned());
     }
     if scheme == "https" && !to.is_https {
-        return Err(format!("it sends on from https to http, at {}", to.host));
+        return Err(format!("it redirects from https to http, at {}", to.host));
     }
     Ok(next)
 }
@@ -122,10 +122,10 @@ mod tests {
         }
         for (location, word) in [
             ("http://hub.co:8443/a", "from https to http"),
-            ("https://name:word@cdn.co/x", "name or password"),
-            ("file:///etc/passwd", "no address"),
-            ("https://", "no address"),
-            ("/a b", "no address"),
+            ("https://name:word@cdn.co/x", "user name or password"),
+            ("file:///etc/passwd", "an invalid address"),
+            ("https://", "an invalid address"),
+            ("/a b", "an invalid address"),
         ] {
             let said = redirected(&base, location).expect_err(location);
             assert!(said.contains(word), "{location}: {said}");

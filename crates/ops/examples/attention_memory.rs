@@ -16,7 +16,7 @@ fn main() -> Result<(), OpError> {
         "vulkan" => (Device::vulkan(burn::tensor::DeviceKind::default()), 4096),
         "cpu" => (Device::cpu(), 512),
         _ => {
-            eprintln!("unknown device `{name}`\nhint: one of cuda, vulkan, cpu");
+            eprintln!("unknown device `{name}`\nhint: use one of cuda, vulkan, cpu");
             std::process::exit(2);
         }
     };

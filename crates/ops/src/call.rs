@@ -157,7 +157,7 @@ impl<B: Backend> Parts<B> {
         }
     }
 
-    /// Returns the same operands on another back end.
+    /// Returns the same operands on another backend.
     pub(crate) fn map<C: Backend>(self, of: impl Fn(FloatTensor<B>) -> FloatTensor<C>) -> Parts<C> {
         let Self { bias, gate, residual, norm } = self;
         let [bias, gate, residual, norm] = [bias, gate, residual, norm].map(|part| part.map(&of));
@@ -203,7 +203,7 @@ impl<B: Backend> Optional<B> {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    /// Returns the same operand on another back end.
+    /// Returns the same operand on another backend.
     pub(crate) fn map<C: Backend>(
         self,
         of: impl Fn(FloatTensor<B>) -> FloatTensor<C>,

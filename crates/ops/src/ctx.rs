@@ -51,7 +51,7 @@ impl Rehearsed {
         self.launches.iter().map(|(name, _)| name.as_str())
     }
 
-    /// Returns the number of kernels that the kernel cache lacks; 0 on back ends other than CUDA.
+    /// Returns the number of kernels that the kernel cache lacks; 0 on backends other than CUDA.
     pub const fn count(&self) -> usize {
         self.missing.count()
     }

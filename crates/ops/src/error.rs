@@ -19,8 +19,9 @@ use crate::Implementation;
 pub enum OpError {
     /// Matmul operands with different k.
     #[error(
-        "k differs: lhs {lhs:?} has {lhs_k}, rhs {rhs:?} has {rhs_k}\nhint: lhs is [.., m, k], rhs [.., k, n]; \
-         swap the last two axes of one that is stored the other way"
+        "expected lhs and rhs with the same k, got lhs {lhs:?} with {lhs_k}, rhs {rhs:?} with \
+         {rhs_k}\nhint: pass lhs as [.., m, k] and rhs as [.., k, n], or swap the last two axes \
+         of a transposed operand"
     )]
     Depth {
         /// Shape of lhs.
@@ -34,8 +35,8 @@ pub enum OpError {
     },
     /// Batch axes that do not broadcast: they differ, and neither is 1.
     #[error(
-        "batches of lhs {lhs:?} and rhs {rhs:?} do not broadcast\nhint: as in NumPy, aligned at the end, each axis is \
-         equal or 1"
+        "batch axes of lhs {lhs:?} and rhs {rhs:?} do not broadcast\nhint: align the axes at the \
+         end, as in NumPy; each pair must be equal or contain 1"
     )]
     Broadcast {
         /// Shape of lhs.
@@ -45,7 +46,8 @@ pub enum OpError {
     },
     /// A tensor whose shape does not match the other operands.
     #[error(
-        "{what} has shape {have:?}, expected {need:?}\nhint: it is not broadcast; expand it first"
+        "{what} has shape {have:?}, expected {need:?}\nhint: reshape or expand it; this operand \
+         is not broadcast"
     )]
     Shape {
         /// Name of the tensor.
@@ -57,8 +59,8 @@ pub enum OpError {
     },
     /// A mask or bias that does not broadcast to the attention scores.
     #[error(
-        "{what} has shape {have:?}, the scores {scores:?}\nhint: {what} is [batch, heads, seq_q, seq_kv], and \
-         each axis may be 1"
+        "{what} has shape {have:?}, expected scores {scores:?} or axes of 1\nhint: pass {what} as \
+         [batch, heads, seq_q, seq_kv], where each axis may be 1"
     )]
     Scores {
         /// `mask` or `bias`.
@@ -69,9 +71,7 @@ pub enum OpError {
         scores: Vec<usize>,
     },
     /// A tensor whose dtype does not match the other operands.
-    #[error(
-        "{what} is {have:?}, expected {need:?}\nhint: operands share one dtype; cast one of them"
-    )]
+    #[error("{what} is {have:?}, expected {need:?}\nhint: cast it; all operands share one dtype")]
     DType {
         /// Name of the tensor.
         what: &'static str,
@@ -81,18 +81,18 @@ pub enum OpError {
         need: DType,
     },
     /// A dtype that no kernel supports.
-    #[error("no kernel computes with tensors of {0:?}\nhint: cast to f32, f16 or bf16")]
+    #[error("expected f32, f16 or bf16 tensors, got {0:?}\nhint: cast to one of these dtypes")]
     NotFloat(DType),
     /// An axis of this length, above the limit of 2^32 - 1.
-    #[error("{0} exceeds 2^32 - 1, the longest axis\nhint: split it")]
+    #[error("expected axes of at most 2^32 - 1 elements, got {0}\nhint: split the axis")]
     TooLarge(usize),
     /// A device without kernels, or one that cannot be opened or read: its name or its message.
     #[error("no kernels for {0}\nhint: use Device::cuda, Device::vulkan or Device::cpu")]
     Device(String),
     /// A number of query heads that is not a multiple of the key heads.
     #[error(
-        "{heads} heads do not divide among {kv_heads} key heads\nhint: \
-         each key head serves as many query heads as the others"
+        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
+         number of query heads for every key head"
     )]
     Heads {
         /// Number of query heads.
@@ -102,7 +102,8 @@ pub enum OpError {
     },
     /// A requested implementation that does not support the call.
     #[error(
-        "{implementation:?} attention cannot serve this: {why}\nhint: leave `implementation` out"
+        "{implementation:?} attention does not support this problem: {why}\nhint: omit \
+         `implementation` to select one automatically"
     )]
     Forced {
         /// The requested implementation.
@@ -112,28 +113,35 @@ pub enum OpError {
     },
     /// A cache whose positions overlap, or whose head dimension is not contiguous: its name.
     #[error(
-        "positions of {0} do not lie apart with their head dimension contiguous\nhint: a cache is not copied"
+        "expected {0} with a contiguous head dimension and no overlapping positions\nhint: pass \
+         the cache as it was allocated; it is not copied"
     )]
     Apart(&'static str),
     /// A gradient of an op that has none.
     #[error(
-        "this op has no gradient\nhint: detach what it is given; for decode there is attention instead"
+        "this op has no gradient\nhint: detach its inputs, or call `attention` instead of decode \
+         attention"
     )]
     NoGradient,
     /// An empty list of weights to join.
-    #[error("nothing was given to join\nhint: give one weight at least")]
+    #[error("expected at least one weight to join, got none\nhint: pass the weights to join")]
     Empty,
     /// A checkpoint weight without exactly two axes: its shape.
-    #[error("a weight of shape {0:?} is no matrix\nhint: a linear layer's is [n, k]")]
+    #[error(
+        "expected a weight of shape [n, k], got {0:?}\nhint: pass the matrix of a linear layer"
+    )]
     NoMatrix(Vec<usize>),
     /// f16 accumulation with operands that are not f16, or with a quantised weight: the operands' dtype.
-    #[error("sums in f16 are not of products of {0:?}\nhint: of dense f16 operands alone")]
+    #[error(
+        "f16 accumulation needs dense f16 operands, got {0:?}\nhint: cast both operands to f16, \
+         or accumulate in f32"
+    )]
     F16Accumulation(DType),
     /// tf32 with operands that are not f32: their dtype.
-    #[error("tf32 was asked for operands of {0:?}\nhint: only f32 operands are rounded to tf32")]
+    #[error("tf32 needs f32 operands, got {0:?}\nhint: cast to f32, or do not request tf32")]
     Tf32(DType),
     /// tf32 with a quantised weight.
-    #[error("weights in 4 bits are not multiplied in tf32\nhint: their f32 products are f32")]
+    #[error("tf32 does not support quantised weights\nhint: compute in f32, or use a dense weight")]
     NoTf32,
     /// A quantised weight that no kernel supports, such as one with an unsupported block size.
     #[error(transparent)]
@@ -146,8 +154,8 @@ pub enum OpError {
     Matmul(#[from] InvalidMatmul),
     /// Invalid offsets of packed sequences, or of groups of rows.
     #[error(
-        "offsets of {what} {why}\nhint: one more than there are sequences or groups, from 0 to how many {what} there are, \
-         and none below the one before"
+        "invalid offsets of {what}: {why}\nhint: pass one offset more than sequences or groups, \
+         ascending from 0 to the number of {what}"
     )]
     Offsets {
         /// `queries`, `keys` or `rows`.

@@ -90,7 +90,7 @@ pub fn grouped_matmul(
     let ([m, k], [count, depth, n]) = (lhs.dims(), rhs.dims());
     let last = groups.offsets().last().map_or(0, |last| *last as usize);
     if last != m {
-        let why = format!("end at {last}, and there are {m}");
+        let why = format!("got {last} as the last offset, expected {m}");
         return Err(OpError::Offsets { what: "rows", why });
     }
     same_shape("rhs", &[count, depth, n], &[groups.count(), k, n])?;
@@ -588,7 +588,7 @@ fn bare_matmul<B: MatmulOps>(
     let out = B::product(lhs, rhs, Parts::bias(None), spec, call.clone());
     match call.failed() {
         None => out,
-        Some(e) => panic!("the gradient of a product failed: {e}"),
+        Some(e) => panic!("the backward pass of a matmul failed: {e}"),
     }
 }
 

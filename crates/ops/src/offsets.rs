@@ -50,12 +50,12 @@ impl Groups {
 pub(crate) fn checked_offsets(what: &'static str, offsets: &[u32]) -> Result<(), OpError> {
     let refused = |why: String| Err(OpError::Offsets { what, why });
     match offsets {
-        [] | [_] => return refused("are of nothing".to_owned()),
+        [] | [_] => return refused("got fewer than two offsets".to_owned()),
         [0, ..] => {}
-        [first, ..] => return refused(format!("begin at {first}, not at 0")),
+        [first, ..] => return refused(format!("got {first} as the first offset, expected 0")),
     }
     match (1..offsets.len()).find(|at| offsets[*at] < offsets[at - 1]) {
-        Some(at) => refused(format!("fall from {} to {}", offsets[at - 1], offsets[at])),
+        Some(at) => refused(format!("offset {} precedes {}", offsets[at - 1], offsets[at])),
         None => Ok(()),
     }
 }

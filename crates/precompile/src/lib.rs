@@ -1,6 +1,6 @@
 //! Compilation of CUDA kernels before their first launch, with NVRTC on many cores.
 //!
-//! Kernels are compiled as in CubeCL's CUDA back end: CubeCL generates CUDA C++, and NVRTC compiles it to machine code.
+//! Kernels are compiled as in CubeCL's CUDA backend: CubeCL generates CUDA C++, and NVRTC compiles it to machine code.
 //! [`compile`] puts the machine code into the store that CubeCL checks before it compiles. A [`Toolkit`] needs no card:
 //! it compiles for an architecture by name, and caches the registers, spills and shared memory that `ptxas` reports.
 

@@ -36,7 +36,7 @@ struct Entry {
 pub struct Missing(Vec<(usize, usize)>);
 
 impl Missing {
-    /// Finds the missing kernels of launches `0..count` on `device`; empty on back ends other than CUDA.
+    /// Finds the missing kernels of launches `0..count` on `device`; empty on backends other than CUDA.
     pub fn find(
         device: &Device,
         count: usize,
@@ -104,7 +104,7 @@ pub fn compile(
     Missing::find(device, count, &kernels).compile(device, kernels);
 }
 
-/// Returns the compute capability and the kernel store of a CUDA device; `None` on other back ends.
+/// Returns the compute capability and the kernel store of a CUDA device; `None` on other backends.
 fn store(device: &Device) -> Option<(u32, Store<KernelCacheKey, Entry>)> {
     let sm = device.profile().compute_capability.filter(|_| device.backend() == Backend::Cuda)?;
     Some((sm, compilation_store("cuda", format!("ptx_sm{sm}-cpp"))?))

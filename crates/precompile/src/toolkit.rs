@@ -37,7 +37,8 @@ impl Usage {
 #[derive(Debug, thiserror::Error)]
 pub enum ToolkitError {
     #[error(
-        "{path} is missing\nhint: point --cuda-home at a CUDA 13 toolkit, or let cargo xtask fetch it"
+        "{path} is missing\nhint: set --cuda-home to a CUDA 13 toolkit, or let `cargo xtask` \
+         fetch it"
     )]
     Missing { path: PathBuf },
     #[error(transparent)]

@@ -13,7 +13,7 @@ pub const DTYPES: [&str; 4] = ["f32", "tf32", "f16", "bf16"];
 
 /// A word that is not a value of the option.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown {kind} `{word}`\nhint: one of {known}")]
+#[error("unknown {kind} `{word}`\nhint: use one of {known}")]
 pub struct UnknownChoice {
     /// Name of the option, such as `backend`.
     pub kind: &'static str,
@@ -127,7 +127,7 @@ mod tests {
             assert_eq!(serde_json::to_string(&backend).expect("a word"), json);
         }
         let error = "all".parse::<Policy>().expect_err("of a suite").to_string();
-        assert_eq!(error, "unknown policy `all`\nhint: one of frozen, default, measure");
+        assert_eq!(error, "unknown policy `all`\nhint: use one of frozen, default, measure");
         assert_eq!(Policy::Frozen.help(), "An error: nothing runs that was not measured");
     }
 }

@@ -164,7 +164,7 @@ impl Record {
     pub fn set_times(&mut self, samples_ns: &[f64], clock: &str) -> Result<(), String> {
         let Some(Summary { median, p10, p90, samples, .. }) = Summary::from_samples(samples_ns)
         else {
-            return Err("the clock gave no finite time".to_owned());
+            return Err("the clock returned no finite time".to_owned());
         };
         (self.median_ns, self.p10_ns, self.p90_ns) = (Some(median), Some(p10), Some(p90));
         self.samples = samples;
@@ -318,10 +318,10 @@ pub enum ReadError {
     #[error("line {0} is not a bench record: {1}")]
     Malformed(usize, String),
     /// Line number from 1, and the schema found there.
-    #[error("line {0} has schema {1}, this program reads schema {SCHEMA}")]
+    #[error("line {0} has schema {1}, but this version reads schema {SCHEMA}")]
     Foreign(usize, u64),
     /// The file contains no record.
-    #[error("the file holds no bench record")]
+    #[error("the file contains no bench records")]
     Empty,
 }
 
@@ -342,12 +342,15 @@ pub fn read_baseline(text: &str) -> Result<Vec<Record>, ReadError> {
         let record: Record = serde_json::from_value(value)
             .map_err(|e| ReadError::Malformed(i + 1, e.to_string()))?;
         if let Some((name, ns)) = record.times().find(|(_, ns)| !(ns.is_finite() && *ns > 0.0)) {
-            return Err(ReadError::Malformed(i + 1, format!("the time {name} is {ns}")));
+            return Err(ReadError::Malformed(
+                i + 1,
+                format!("expected a finite time above 0 for {name}, got {ns}"),
+            ));
         }
         if !record.quantiles().is_sorted_by_key(|(_, ns)| ns) {
             let said: Vec<_> =
                 record.quantiles().map(|(name, ns)| format!("{name} {ns}")).collect();
-            let why = format!("{} are not in order", said.join(", "));
+            let why = format!("{} are not in ascending order", said.join(", "));
             return Err(ReadError::Malformed(i + 1, why));
         }
         records.push(record);
@@ -435,18 +438,18 @@ mod tests {
         assert!(read(good).is_ok(), "{:?}", read(good));
         assert!(read(r#""median_ns":null,"peers":{}"#).is_ok(), "a case that failed has no time");
         let crossed = read(&good.replace("3.0", "1.5")).expect_err("p90 below the median");
-        assert!(crossed.ends_with("are not in order"), "{crossed}");
+        assert!(crossed.ends_with("are not in ascending order"), "{crossed}");
         let late = |p95: &str| read(&format!(r#"{good},"p95_ns":{p95}"#));
         assert!(late("3.5").is_ok());
         let crossed = late("2.5").expect_err("p95 below p90");
-        assert!(crossed.ends_with("p90_ns 3, p95_ns 2.5 are not in order"), "{crossed}");
+        assert!(crossed.ends_with("p90_ns 3, p95_ns 2.5 are not in ascending order"), "{crossed}");
         for (from, to, name) in [
-            (r#""median_ns":2.0"#, r#""median_ns":-2.0"#, "median_ns is -2"),
-            (r#""p10_ns":1.0"#, r#""p10_ns":0.0"#, "p10_ns is 0"),
-            (r#""torch":2.0"#, r#""torch":-1.5"#, "torch is -1.5"),
+            (r#""median_ns":2.0"#, r#""median_ns":-2.0"#, "median_ns, got -2"),
+            (r#""p10_ns":1.0"#, r#""p10_ns":0.0"#, "p10_ns, got 0"),
+            (r#""torch":2.0"#, r#""torch":-1.5"#, "torch, got -1.5"),
         ] {
             let error = read(&good.replace(from, to)).expect_err("no such time");
-            assert!(error.ends_with(&format!("the time {name}")), "{error}");
+            assert!(error.ends_with(&format!("above 0 for {name}")), "{error}");
         }
     }
 }

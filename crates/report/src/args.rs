@@ -119,8 +119,8 @@ where
 fn percent(text: &str) -> Result<f64, String> {
     match text.trim_end_matches('%').parse::<f64>() {
         Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
-        Ok(value) if value < 0.0 => Err("it is below 0\nhint: such as 5, or 2.5".into()),
-        _ => Err("it is no percentage\nhint: such as 5, or 2.5".into()),
+        Ok(value) if value < 0.0 => Err("it is below 0\nhint: use 5 or 2.5, for example".into()),
+        _ => Err("it is not a percentage\nhint: use 5 or 2.5, for example".into()),
     }
 }
 

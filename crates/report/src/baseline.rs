@@ -22,7 +22,7 @@ pub(crate) struct Baseline {
 impl Baseline {
     /// Reads a file that `--save` wrote.
     pub(crate) fn read(file: &Path) -> Result<Self> {
-        let hint = "give a file that `cargo xtask bench --save FILE` wrote";
+        let hint = "use a file written by `cargo xtask bench --save FILE`";
         let cannot = |why: String| {
             usage(format!("the baseline {} cannot be used: {why}", file.display()), hint)
         };
@@ -32,7 +32,7 @@ impl Baseline {
             kind.is_char_device() || kind.is_block_device()
         };
         if fs::metadata(file).is_ok_and(device) {
-            return Err(cannot("it is a device".to_owned()));
+            return Err(cannot("it is a device, not a file".to_owned()));
         }
         let text = fs::read_to_string(file).map_err(|why| cannot(why.to_string()))?;
         let records = record::read_baseline(&text).map_err(|why| cannot(why.to_string()))?;
@@ -58,9 +58,9 @@ impl Baseline {
             _ => ids.iter().copied().collect::<Vec<_>>().join(", "),
         };
         usage(
-            format!("nothing in {} can be compared with this run", self.file.display()),
+            format!("{} has no records to compare with this run", self.file.display()),
             format!(
-                "times compare within one arch_id only; the baseline has {}, this run has {}",
+                "use a baseline with the same arch_id; the baseline has {}, this run has {}",
                 list(&self.arch_ids()),
                 list(here)
             ),
@@ -89,7 +89,7 @@ impl Baseline {
             }
             return Err(usage(
                 format!("{} has no case in common with this run", self.file.display()),
-                "run the suite, filter and profile with which the baseline was saved",
+                "run with the suite, filter and profile of the baseline",
             ));
         }
         let alone = base.keys().filter(|key| !partners.contains(*key)).map(name).collect();

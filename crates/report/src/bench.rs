@@ -55,7 +55,7 @@ pub fn bench(
     match (demo, chosen.devices.first()) {
         (Some(demo), Some(device)) if tells(args) => {
             if let Err(why) = tell(demo, device.backend) {
-                eprintln!("warning: the demo model wrote nothing: {why:#}");
+                eprintln!("warning: the demo model generated no text: {why:#}");
             }
         }
         _ => {}
@@ -72,7 +72,7 @@ fn targets(save: Option<&Path>, html: Option<&Path>) -> Result<[Option<OutFile>;
     let target = |file: Option<&Path>| file.map(OutFile::new).transpose();
     match (target(save)?, target(html)?) {
         (Some(save), Some(html)) if save.is_same(&html) => {
-            Err(usage("--save and --html name one file", "name two"))
+            Err(usage("--save and --html name the same file", "name two files"))
         }
         (save, html) => Ok([save, html]),
     }
@@ -125,7 +125,7 @@ fn deliver(
 /// Writes the records and returns a message. Without records, leaves the file unchanged.
 pub(crate) fn keep(file: OutFile, path: &Path, records: &[impl Serialize]) -> Result<String> {
     if records.is_empty() {
-        return Ok(format!("no record to save: {} is left as it is", path.display()));
+        return Ok(format!("no records to save: {} is unchanged", path.display()));
     }
     let lines: Vec<_> = records.iter().map(serde_json::to_string).collect::<Result<_, _>>()?;
     file.write((lines.join("\n") + "\n").as_bytes())?;
@@ -184,7 +184,7 @@ fn verdict(run: &[Column], comparison: Option<&Comparison>) -> Result<()> {
         if !reasons.is_empty() {
             return Err(usage(
                 format!("nothing was measured; {}", reasons.join("; ")),
-                "choose another --backend, --filter or --profile; `--backend all` takes every device",
+                "choose another --backend, --filter or --profile; `--backend all` runs every device",
             ));
         }
         wrong.push("nothing was measured".to_owned());
@@ -233,7 +233,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keep.jsonl");
         let kept = |records: &[Record]| keep(OutFile::new(&path).unwrap(), &path, records).unwrap();
-        assert_eq!(kept(&[]), format!("no record to save: {} is left as it is", path.display()));
+        assert_eq!(kept(&[]), format!("no records to save: {} is unchanged", path.display()));
         assert!(!path.exists(), "nor is it made");
         assert!(kept(&sample::run()[0].records).starts_with("saved "));
         let text = fs::read_to_string(&path).unwrap();

@@ -94,12 +94,12 @@ fn list(text: &str, known: &[&'static str]) -> Result<List, String> {
     for name in text.split(',').map(str::trim) {
         let refused = |why| {
             let known = known.join(", ");
-            format!("`{name}` {why}\nhint: a list out of {known}, each at most once")
+            format!("`{name}` {why}\nhint: use a list of {known}, each at most once")
         };
         let word = known.iter().find(|word| **word == name);
         let word = word.ok_or_else(|| refused("is not known"))?;
         if list.contains(word) {
-            return Err(refused("is there twice"));
+            return Err(refused("occurs twice"));
         }
         list.push(*word);
     }
@@ -107,7 +107,7 @@ fn list(text: &str, known: &[&'static str]) -> Result<List, String> {
 }
 
 fn token(text: &str) -> Result<u32, String> {
-    text.trim().parse().map_err(|_| "it is no token id\nhint: ids such as 1,2,3".into())
+    text.trim().parse().map_err(|_| "it is not a token id\nhint: use ids such as 1,2,3".into())
 }
 
 impl CompareArgs {
@@ -116,23 +116,23 @@ impl CompareArgs {
     /// # Errors
     /// A mistake of the caller, with a hint.
     pub fn check_files(&self) -> Result<usize> {
-        let hint = "a model is a folder with config.json and safetensors, as on Hugging Face";
+        let hint = "pass a Hugging Face folder with config.json and safetensors";
         let path = self.model.join("config.json");
         let shown = path.display();
         let config = fs::read_to_string(&path)
             .map_err(|why| usage(format!("cannot read {shown}: {why}"), hint))?;
         let config: Value = serde_json::from_str(&config)
-            .map_err(|why| usage(format!("{shown} is no JSON: {why}"), hint))?;
+            .map_err(|why| usage(format!("{shown} is not JSON: {why}"), hint))?;
         if !self.has_tokenizer() {
             let shown = self.model.display();
             let without = |what: &str, hint: &str| {
                 Err(usage(format!("{shown} has no tokenizer.json, so {what}"), hint))
             };
             if self.tokens.is_none() {
-                return without("a prompt cannot be text", "give ids, such as --tokens 1,2,3");
+                return without("the prompt cannot be text", "pass ids such as --tokens 1,2,3");
             }
             if self.text.is_some() {
-                return without("--text cannot be read", "leave out --text");
+                return without("--text cannot be read", "omit --text");
             }
         }
         self.text.as_deref().map_or(Ok(()), check_text)?;
@@ -147,7 +147,7 @@ impl CompareArgs {
 
 fn check_text(file: &Path) -> Result<()> {
     let shown = file.display();
-    let hint = "--text names a file in UTF-8, such as README.md";
+    let hint = "set --text to a UTF-8 file, such as README.md";
     let text = fs::read_to_string(file)
         .map_err(|why| usage(format!("cannot read {shown}: {why}"), hint))?;
     if text.trim().is_empty() {
@@ -200,9 +200,9 @@ mod tests {
     #[test]
     fn a_list_keeps_its_order_and_refuses_repeats() {
         assert_eq!(quants("nf4, none,int8"), Ok(List(vec!["nf4", "none", "int8"])));
-        let hint = "\nhint: a list out of float, int8, each at most once";
+        let hint = "\nhint: use a list of float, int8, each at most once";
         let refused = |text: &str| kv_caches(text).unwrap_err();
-        assert_eq!(refused("int8,float,int8"), format!("`int8` is there twice{hint}"));
+        assert_eq!(refused("int8,float,int8"), format!("`int8` occurs twice{hint}"));
         assert_eq!(refused("int8,"), format!("`` is not known{hint}"));
     }
 
@@ -229,8 +229,8 @@ mod tests {
         };
         for (model, more, want) in [
             (dir.path(), vec![], "cannot read"),
-            (&broken, vec![], "is no JSON"),
-            (&plain, vec![], "a prompt cannot be text"),
+            (&broken, vec![], "is not JSON"),
+            (&plain, vec![], "the prompt cannot be text"),
             (&plain, vec!["--tokens", "1", "--text", &text("text")], "--text cannot be read"),
             (&whole, vec!["--text", &text("absent")], "cannot read"),
             (&whole, vec!["--text", &text("bytes")], "cannot read"),

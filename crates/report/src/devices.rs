@@ -46,13 +46,13 @@ impl FromStr for Selection {
         for name in text.split(',').map(str::trim) {
             if let "auto" | "all" = name {
                 return Err(format!(
-                    "`{name}` stands alone\nhint: `{name}` without others, or a list out of {}",
+                    "`{name}` cannot be combined\nhint: use `{name}` alone, or a list of {}",
                     Backend::words()
                 ));
             }
             let backend = name.parse().map_err(|_| {
                 let all = Backend::words();
-                format!("`{name}` is no backend\nhint: auto, all, or a list out of {all}")
+                format!("`{name}` is not a backend\nhint: use auto, all, or a list of {all}")
             })?;
             if !list.contains(&backend) {
                 list.push(backend);
@@ -138,26 +138,26 @@ impl Doctor {
             Selection::List(list) => {
                 if let Some(absent) = list.iter().find(|b| self.device(**b).is_none()) {
                     return Err(usage(
-                        format!("no device for backend `{absent}` on this machine"),
+                        format!("this machine has no device for backend `{absent}`"),
                         self.how_to_get(&[*absent]),
                     ));
                 }
-                (present(list), "as asked")
+                (present(list), "as requested")
             }
             Selection::Auto => {
                 let mut gpus = present(&[Backend::Cuda, Backend::Vulkan]);
                 gpus.retain(|device| !device.software);
                 if gpus.is_empty() {
-                    (present(&[Backend::Cpu]), "no GPU was found")
+                    (present(&[Backend::Cpu]), "no GPU found")
                 } else {
-                    (gpus, "the GPU backends that are present")
+                    (gpus, "the available GPU backends")
                 }
             }
         };
         let gpu = |device: &Device| device.backend != Backend::Cpu && !device.software;
         if require_gpu && !devices.iter().any(gpu) {
             return Err(usage(
-                "--require-gpu was given and no GPU would run",
+                "--require-gpu is set, but no GPU is selected",
                 self.how_to_get(&[Backend::Cuda, Backend::Vulkan]),
             ));
         }
@@ -184,7 +184,7 @@ impl Doctor {
         }
         let all: Vec<_> = self.missing.iter().map(line).collect();
         if all.is_empty() {
-            "`cargo xtask doctor` lists every device".into()
+            "list every device with `cargo xtask doctor`".into()
         } else {
             all.join("\n      ")
         }
@@ -275,7 +275,7 @@ mod tests {
         let list: Selection = "cpu, cuda,cpu".parse().unwrap();
         assert_eq!(list, Selection::List(vec![Backend::Cpu, Backend::Cuda]));
         assert!("cpu,".parse::<Selection>().is_err());
-        assert!("auto,cpu".parse::<Selection>().unwrap_err().contains("`auto` stands alone"));
+        assert!("auto,cpu".parse::<Selection>().unwrap_err().contains("`auto` cannot be combined"));
         assert!("".parse::<Selection>().unwrap_err().contains("hint:"));
     }
 }

@@ -15,7 +15,7 @@ use crate::fail::{Fail, check};
 /// The system does not report the path of this program.
 pub fn own(name: &str) -> Result<Command> {
     let mut command =
-        Command::new(env::current_exe().context("the path of this program cannot be read")?);
+        Command::new(env::current_exe().context("cannot read the path of this program")?);
     command.arg0(name);
     Ok(command)
 }
@@ -38,7 +38,7 @@ pub fn describe(status: ExitStatus) -> String {
         return match status.code() {
             Some(101) => "ended by a panic (exit code 101)".into(),
             Some(code) => format!("ended with exit code {code}"),
-            None => "ended in an unknown way".into(),
+            None => "ended for an unknown reason".into(),
         };
     };
     let name = match signal {

@@ -45,7 +45,7 @@ impl Sanitizer {
     /// Reads the errors from the log of the tool; `None` for a clean run.
     pub(crate) fn found(self, log: &Path) -> Result<Option<String>> {
         let text = fs::read_to_string(log)
-            .with_context(|| format!("compute-sanitizer left no log at {}", log.display()))?;
+            .with_context(|| format!("compute-sanitizer wrote no log at {}", log.display()))?;
         let lines: Vec<_> = text.lines().map(|line| line.trim_start_matches(['=', ' '])).collect();
         let errors = lines.iter().find_map(|line| {
             let (_, counted) = line.split_once("SUMMARY: ")?;
@@ -54,7 +54,7 @@ impl Sanitizer {
         let mut why = match errors {
             Some(0) => return Ok(None),
             Some(errors) => format!("{}: {errors} errors", self.name()),
-            None => format!("{} came to no end", self.name()),
+            None => format!("{} did not finish", self.name()),
         };
         for line in lines.iter().filter(|line| !line.is_empty()).take(24) {
             write!(why, "\n  {line}").expect("a string takes all");
@@ -69,7 +69,7 @@ fn sanitizer() -> Result<PathBuf> {
     tool(NAME).or_else(|| installed.into_iter().find(|file| file.is_file())).ok_or_else(|| {
         usage(
             "compute-sanitizer is not installed",
-            "it comes with the CUDA toolkit; put its bin folder on the PATH",
+            "install the CUDA toolkit, and add its bin folder to the PATH",
         )
     })
 }
@@ -97,7 +97,7 @@ mod tests {
             "{why}"
         );
         let cut = "========= COMPUTE-SANITIZER\n";
-        assert!(found(Sanitizer::Initcheck, cut).unwrap().starts_with("initcheck came to no end"));
+        assert!(found(Sanitizer::Initcheck, cut).unwrap().starts_with("initcheck did not finish"));
         assert!(Sanitizer::Memcheck.found(Path::new("/nowhere")).is_err());
     }
 

@@ -66,7 +66,7 @@ fn why(check: &Check) -> String {
         (Some(err), Some(tolerance)) => {
             parts.push(format!("max error {err:.3e}, tolerance {tolerance:.3e}"));
         }
-        _ if parts.is_empty() => parts.push("no error was given".into()),
+        _ if parts.is_empty() => parts.push("no error was reported".into()),
         _ => {}
     }
     parts.extend(check.config.iter().map(|config| format!("config {config}")));
@@ -123,13 +123,12 @@ impl Reader {
         if line.trim().is_empty() {
             return Ok(());
         }
-        let parsed = serde_json::from_str(line)
-            .map_err(|why| {
-                format!(
-                    "program printed a line that is no record ({why}): {line}\nhint: a cubecl.toml that logs to \
-                     standard output does this"
-                )
-            })?;
+        let parsed = serde_json::from_str(line).map_err(|why| {
+            format!(
+                "program printed a line that is not a record ({why}): {line}\nhint: remove \
+                     logging to standard output from cubecl.toml"
+            )
+        })?;
         match parsed {
             Line::Card(card) => self.column.card = Some(card),
             Line::Plan { cases } => {
@@ -174,8 +173,8 @@ impl Reader {
             return Some(format!("program {} {place}", describe(status)));
         }
         match (&self.column.card, self.planned) {
-            (None, _) => Some("program ended without naming its device".into()),
-            (_, None) => Some("program ended without saying how many cases there are".into()),
+            (None, _) => Some("program ended before it named its device".into()),
+            (_, None) => Some("program ended before it reported the number of cases".into()),
             (_, Some(planned)) if planned != self.done => {
                 Some(format!("program ended after {} of {planned} cases", self.done))
             }
@@ -318,7 +317,7 @@ mod tests {
         let broken = run(&lines(), "exit 0").unwrap().broken.unwrap();
         assert_eq!(broken, "program ended after 1 of 2 cases");
         let broken = run(&[], "exit 0").unwrap().broken.unwrap();
-        assert_eq!(broken, "program ended without naming its device");
+        assert_eq!(broken, "program ended before it named its device");
     }
 
     #[test]

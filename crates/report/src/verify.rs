@@ -24,12 +24,12 @@ use crate::stream::{self, Column};
 /// A mistake of the caller.
 pub fn check_verify(args: &VerifyArgs) -> Result<()> {
     if args.sanitizer.is_some() && args.backend != Selection::List(vec![Backend::Cuda]) {
-        return Err(usage("compute-sanitizer sees CUDA alone", "add --backend cuda"));
+        return Err(usage("compute-sanitizer supports CUDA only", "add --backend cuda"));
     }
     if args.exhaust && args.jobs.get() > 1 {
         return Err(usage(
-            "--exhaust takes the memory that other processes check in",
-            "leave out --jobs",
+            "--exhaust fills the memory that parallel processes need",
+            "omit --jobs",
         ));
     }
     args.save.as_deref().map(OutFile::new).transpose()?;
@@ -141,7 +141,7 @@ fn verdict(run: &[Column]) -> Result<()> {
             skipped.iter().map(|c| format!("{}: {}", c.backend, c.skips[0].1)).collect();
         return Err(usage(
             format!("nothing was checked; {}", reasons.join("; ")),
-            "choose another --backend, --filter or --profile; `--backend all` takes every device",
+            "choose another --backend, --filter or --profile; `--backend all` runs every device",
         ));
     }
     if wrong.is_empty() { Ok(()) } else { Err(check(wrong.join("; "))) }
@@ -151,7 +151,7 @@ fn verdict(run: &[Column]) -> Result<()> {
 fn document(run: &[Column], style: Style) -> String {
     let mut out = kernels(run).render(style);
     if let Some(table) = agreement(run) {
-        out += "\nCases whose outputs are equal to the last bit:\n\n";
+        out += "\nCases with bit-identical outputs:\n\n";
         out += &table.render(style);
     }
     out.push('\n');
@@ -290,7 +290,7 @@ mod tests {
         let line = ["verify", "--exhaust", "--jobs", "2"];
         let args = Only::<VerifyArgs>::try_parse_from(line).unwrap().args;
         let error = check_verify(&args).unwrap_err();
-        assert!(error.to_string().starts_with("--exhaust takes the memory"), "{error}");
+        assert!(error.to_string().starts_with("--exhaust fills the memory"), "{error}");
     }
 
     #[test]

@@ -73,7 +73,7 @@ impl<K: KernelSuite> AnyKernel for K {
     fn accepts(&self, entry: &Entry, arch: Option<&ArchProfile>) -> Result<(), String> {
         if entry.key.version != K::VERSION {
             return Err(format!(
-                "it is of version {}, and the kernel of {}",
+                "it has version {}, but the kernel has {}",
                 entry.key.version,
                 K::VERSION
             ));
@@ -82,7 +82,8 @@ impl<K: KernelSuite> AnyKernel for K {
             serde_json::from_value(entry.problem.clone()).map_err(|e| e.to_string())?;
         let config = tune::config_of::<K>(&entry.config).map_err(|e| e.to_string())?;
         match arch {
-            Some(arch) => K::check(arch, &problem, &config).map_err(|why| format!("it {why}")),
+            Some(arch) => K::check(arch, &problem, &config)
+                .map_err(|why| format!("its config is unusable: {why}")),
             None => Ok(()),
         }
     }

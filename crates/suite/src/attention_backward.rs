@@ -80,7 +80,7 @@ impl KernelSuite for AttentionBackward {
         let dtype = reference_dtype(p.dtype);
         let host = Host::new(device, &case.forward)?;
         let forward = Attention::baseline(device.profile(), p)
-            .map_err(|why| CheckError::Kernel(format!("no forward pass: {why}")))?;
+            .map_err(|why| CheckError::Kernel(format!("forward pass: {why}")))?;
         Attention::launch(&Queue::Device(device), p, &forward, &host.operands, None);
         let (out, lse) = host.results(device)?;
         let lse = lse.expect("a checked problem stores its log-sum-exp");

@@ -169,7 +169,7 @@ fn add_peer(record: &mut Record, name: &str, outcome: Result<Timing, TimingError
             }
             record.peers.insert(name.to_owned(), timing.median_ns());
         }
-        Err(e) => eprintln!("{}: no figure of {name}'s: {e}", record.case()),
+        Err(e) => eprintln!("{}: no time for {name}: {e}", record.case()),
     }
 }
 

@@ -82,7 +82,7 @@ pub(crate) fn intact(device: &Device, buffer: &Handle) -> Result<(), CheckError>
         let guard = window(&whole, start, len);
         let bytes = device.client().read_one(guard).map_err(kernel_error)?;
         if let Some(at) = bytes.iter().position(|byte| *byte != 0xff) {
-            let what = format!("byte {at} of the {len} {place} a buffer was written");
+            let what = format!("byte {at} of the {len} {place} a buffer was overwritten");
             return Err(CheckError::Kernel(what));
         }
     }
@@ -138,7 +138,7 @@ pub(crate) fn twice(
     let (first, second) = (run()?, run()?);
     for (output, (first, second)) in first.iter().zip(&second).enumerate() {
         if let Some(at) = first.iter().zip(second.iter()).position(|(a, b)| a != b) {
-            let which = format!("output {output} of two launches differs from byte {at} on");
+            let which = format!("output {output} differs between two launches, from byte {at} on");
             return Err(CheckError::Kernel(which));
         }
     }
@@ -201,7 +201,9 @@ pub(crate) fn scores_are_large(lse: Option<&[f32]>) -> Result<(), CheckError> {
     if largest >= LARGEST {
         return Ok(());
     }
-    Err(CheckError::Kernel(format!("the largest score is {largest}, not {LARGEST} or more")))
+    Err(CheckError::Kernel(format!(
+        "expected a largest score of at least {LARGEST}, got {largest}"
+    )))
 }
 
 /// Normal values of deviation 1/√k, like the weights of a layer with k inputs. Results then have size 1, as do bias,
@@ -234,7 +236,7 @@ pub(crate) fn tells_broken(
         let flag = client.create_from_slice(&[0; 4]);
         launch(client.create_from_slice(&padded(&dtype.encode(&broken))), flag.clone());
         if read(device, &flag, 4)? == [0; 4] {
-            return Err(CheckError::Kernel(format!("{value} at {place} was not told")));
+            return Err(CheckError::Kernel(format!("{value} at {place} was not reported")));
         }
     }
     Ok(())

@@ -125,7 +125,7 @@ pub fn floats(tensor: &Tensor<'_>) -> Vec<f32> {
         DType::F32 => tensor.clone().f32s().expect("of this dtype").into_owned(),
         DType::Bf16 => pairs.map(|pair| bf16::from_le_bytes(*pair).to_f32()).collect(),
         DType::F16 => pairs.map(|pair| f16::from_le_bytes(*pair).to_f32()).collect(),
-        other => panic!("no weight is {other:?}"),
+        other => panic!("no weight has the slot {other:?}"),
     }
 }
 

@@ -30,8 +30,8 @@ pub(crate) const fn burn_name(device: Backend) -> &'static str {
 }
 
 /// Reasons why neither peer runs a case.
-const SUMS: &str = "it sums f16 in f32";
-const GROUPS: &str = "it has no grouped products";
+const SUMS: &str = "it accumulates f16 in f32";
+const GROUPS: &str = "it has no grouped matmul";
 
 /// Times Burn's matmul on dense operands.
 ///
@@ -155,7 +155,7 @@ pub(crate) fn cubek_matmul(
         Precision::F32 => ElemType::Float(FloatKind::F32),
         Precision::F16 => ElemType::Float(FloatKind::F16),
         Precision::Bf16 => ElemType::Float(FloatKind::BF16),
-        Precision::Tf32 => return Err(failed("it does not say whether it multiplied in tf32")),
+        Precision::Tf32 => return Err(failed("it does not report whether the matmul ran in tf32")),
         Precision::F16Acc16 => return Err(failed(SUMS)),
     };
     if p.grouped {
@@ -183,7 +183,7 @@ pub(crate) fn cubek_matmul(
     // cubek panics if its first choice cannot run.
     match catch_unwind(AssertUnwindSafe(|| launch(0))) {
         Ok(launched) => launched.map_err(failed)?,
-        Err(_) => return Err(failed("it panicked, as said above")),
+        Err(_) => return Err(failed("it panicked, see the message above")),
     }
     let verdict = Matmul::verify_operands(device, p, &sets[0], 7).map_err(failed)?;
     if !verdict.comparison.passed {

@@ -8,53 +8,66 @@ pub enum Error {
     #[error("cannot read {}: {why}\nhint: {}", .path.display(), readable(.why))]
     Read { path: PathBuf, why: io::Error },
     #[error(
-        "{} is no tokenizer: {}\nhint: a tokenizer.json as the tokenizers library writes it", .path.display(), quoted(.why)
+        "{} is not a valid tokenizer: {}\nhint: use a tokenizer.json written by the tokenizers \
+         library", .path.display(), quoted(.why)
     )]
     Tokenizer { path: PathBuf, why: String },
     /// A `tokenizer_config.json`, or another file with tokens or templates, is malformed.
     #[error(
-        "{} is malformed: {}\nhint: take the file from where the model is from, as it is there", .path.display(), quoted(.why)
+        "{} is malformed: {}\nhint: download the unchanged file from the source of the model",
+        .path.display(), quoted(.why)
     )]
     Config { path: PathBuf, why: String },
     #[error(
-        "the tokenizer has {tokens} tokens, the last of them {largest}, the model a vocabulary of {vocab}\n\
-         hint: take tokenizer.json from the folder that the weights are from"
+        "the tokenizer has {tokens} tokens with ids up to {largest}, but the model has a \
+         vocabulary of {vocab}\nhint: use the tokenizer.json from the folder of the weights"
     )]
     Vocab { tokens: usize, largest: u32, vocab: usize },
     /// The text has a token that was added to the tokenizer but not to the model.
     #[error(
-        "the text has token {id}, \"{}\", which is outside of the model's vocabulary of {vocab}\n\
-         hint: a text without it, or tokenizer.json from the folder that the weights are from",
+        "the text has token {id}, \"{}\", which is outside the model's vocabulary of \
+         {vocab}\nhint: remove it from the text, or use the tokenizer.json from the folder of the \
+         weights",
         quoted(.token)
     )]
     OutsideVocab { token: String, id: u32, vocab: usize },
     #[error(
-        "the text cannot be encoded: {}\nhint: the model's own tokenizer has tokens for any text", quoted(.0)
+        "the text cannot be encoded: {}\nhint: use the model's own tokenizer, which can encode \
+         any text", quoted(.0)
     )]
     Encode(String),
-    #[error("tokens {ids:?} cannot be decoded: {}\nhint: tokens of this tokenizer", quoted(.why))]
+    #[error(
+        "tokens {ids:?} cannot be decoded: {}\nhint: pass tokens of this tokenizer", quoted(.why)
+    )]
     Decode { ids: Vec<u32>, why: String },
     /// The chat template cannot be parsed.
     #[error(
-        "chat template `{}` is broken: {}\nhint: take its file from where the model is from, as it is there",
+        "chat template `{}` is invalid: {}\nhint: download its unchanged file from the source of \
+         the model",
         quoted(.name), quoted(.why)
     )]
     Template { name: String, why: String },
-    #[error("there is no chat template `{}`\nhint: one of {}", quoted(.name), quoted(&.known.join(", ")))]
+    #[error(
+        "unknown chat template `{}`\nhint: use one of {}", quoted(.name), quoted(&.known.join(", "))
+    )]
     NoTemplate { name: String, known: Vec<String> },
     /// The template fails on these messages.
     #[error(
-        "chat template `{}` fails on these messages: {}\nhint: other messages, or a plain prompt",
+        "chat template `{}` fails on these messages: {}\nhint: use other messages, or a plain \
+         prompt",
         quoted(.name), quoted(.why)
     )]
     Render { name: String, why: String },
     /// The template itself raises an error, such as that roles must alternate.
     #[error(
-        "chat template `{}` refuses these messages: {}\nhint: messages as it says, or a plain prompt",
+        "chat template `{}` refuses these messages: {}\nhint: change the messages as it says, or \
+         use a plain prompt",
         quoted(.name), quoted(.why)
     )]
     Refused { name: String, why: String },
-    #[error("an empty string stops every text before its beginning\nhint: leave it out")]
+    #[error(
+        "expected a non-empty stop string, got an empty one\nhint: remove it from the stop strings"
+    )]
     EmptyStop,
 }
 
@@ -88,12 +101,12 @@ pub fn quoted(text: &str) -> String {
 fn readable(why: &io::Error) -> &'static str {
     match why.kind() {
         io::ErrorKind::NotFound => {
-            "a model's folder has it, with what its links lead to; download it again"
+            "download the model's folder again, with the targets of its links"
         }
         io::ErrorKind::Unsupported => "fetch it with `git lfs pull`",
         io::ErrorKind::InvalidData => {
-            "it must be text in UTF-8; take it from where the model is from"
+            "download the file again from the source of the model; it must be UTF-8 text"
         }
-        _ => "it must be a file, and yours to read",
+        _ => "pass a file that you can read",
     }
 }

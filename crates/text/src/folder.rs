@@ -26,7 +26,7 @@ pub(crate) fn check(path: &Path) -> io::Result<()> {
     match start == POINTER {
         true => Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "it is a pointer of git-lfs, not the file",
+            "it is a git-lfs pointer instead of the file",
         )),
         false => Ok(()),
     }

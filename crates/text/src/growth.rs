@@ -236,7 +236,7 @@ fn measure<'a>(
 ) -> Result<(), String> {
     *values += 1;
     if *values > MAX_VALUES {
-        return Err(format!("has over {MAX_VALUES} values"));
+        return Err(format!("has more than {MAX_VALUES} values"));
     }
     match part {
         Value::Array(parts) => {

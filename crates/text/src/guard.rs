@@ -51,7 +51,7 @@ pub(crate) fn on_stack<T: Send>(
     let size = STACK + STACK_PER_BYTE * source.min(MAX_SOURCE);
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(size).spawn_scoped(scope, || caught(call));
-        let thread = thread.map_err(|why| format!("its thread cannot start: {why}"))?;
+        let thread = thread.map_err(|why| format!("cannot start its thread: {why}"))?;
         thread.join().expect("its panics are caught")
     })
 }
@@ -61,7 +61,7 @@ pub(crate) fn on_stack<T: Send>(
 pub(crate) fn guarded(source: &str, syntax: &SyntaxConfig) -> Result<String, Error> {
     if source.len() > MAX_SOURCE {
         return Err(refused(format!(
-            "it has {} bytes, at most {MAX_SOURCE} are read",
+            "it has {} bytes, expected at most {MAX_SOURCE}",
             source.len()
         )));
     }
@@ -75,14 +75,14 @@ pub(crate) fn guarded(source: &str, syntax: &SyntaxConfig) -> Result<String, Err
     for tag in tokens.split_inclusive(ends) {
         if tag.len() > MAX_TAG {
             return Err(refused(format!(
-                "a tag has {} tokens, at most {MAX_TAG} are read",
+                "a tag has {} tokens, expected at most {MAX_TAG}",
                 tag.len()
             )));
         }
         let long =
             |(token, _): &(Token, _)| matches!(token, Token::Ident(name) if name.len() > MAX_NAME);
         if tag.iter().any(long) {
-            return Err(refused(format!("a name has over {MAX_NAME} bytes")));
+            return Err(refused(format!("a name has more than {MAX_NAME} bytes")));
         }
         if let Some(pair) = tag.windows(2).find(|pair| {
             matches!(pair[1].0, Token::Ident("self")) && !matches!(pair[0].0, Token::Dot)
@@ -121,7 +121,7 @@ pub(crate) fn guarded(source: &str, syntax: &SyntaxConfig) -> Result<String, Err
         }
     }
     if blocks > MAX_BLOCKS {
-        return Err(refused(format!("it has {blocks} blocks, at most {MAX_BLOCKS} are read")));
+        return Err(refused(format!("it has {blocks} blocks, expected at most {MAX_BLOCKS}")));
     }
     let mut out = String::with_capacity(source.len());
     let mut copied = 0;

@@ -298,7 +298,7 @@ fn checks(templates: &mut Environment) {
 
 fn keyed(steps: &mut Steps, key: &Value) -> Result<(), Error> {
     match key.as_object().is_some() && steps.weigh(key)? > MAX_KEY {
-        true => Err(refused(format!("a key of a map has over {MAX_KEY} values"))),
+        true => Err(refused(format!("a key of a map has more than {MAX_KEY} values"))),
         false => steps.text(bytes(key)),
     }
 }

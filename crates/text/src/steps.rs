@@ -42,7 +42,7 @@ impl Steps {
     pub(crate) fn take(&mut self, steps: usize) -> Result<(), Error> {
         let left = self.0.checked_sub(steps);
         self.0 = left.unwrap_or_default();
-        let long = || format!("its values and its text take over {MAX_STEPS} steps");
+        let long = || format!("its values and its text take more than {MAX_STEPS} steps");
         left.map(drop).ok_or_else(|| refused(long()))
     }
 

@@ -185,23 +185,29 @@ mod tests {
             assert!(error.contains(why), "{error}");
         };
         for field in ["name", "cat", "ph"] {
-            refused("X", "matmul", field, json!(""), &format!("{field} is no text"));
+            refused("X", "matmul", field, json!(""), &format!("{field} is not a string"));
         }
-        refused("X", "matmul", "ts", Value::Null, "ts is no time");
-        refused("X", "matmul", "dur", json!("2.4"), "dur is no time");
-        refused("X", "matmul", "dur", json!(-1), "dur is no time");
-        refused("X", "matmul", "args", json!([8, 6]), "args is no object");
+        refused("X", "matmul", "ts", Value::Null, "ts is not a time");
+        refused("X", "matmul", "dur", json!("2.4"), "dur is not a time");
+        refused("X", "matmul", "dur", json!(-1), "dur is not a time");
+        refused("X", "matmul", "args", json!([8, 6]), "args is not an object");
         refused("X", "matmul", "ph", json!("B"), "unknown phase B");
-        refused("X", "matmul", "pid", json!(0), "pid is no number above 0");
-        refused("X", "matmul", "tid", json!("main"), "tid is no number above 0");
-        refused("X", "matmul", "tid", json!(9), "no thread_name of process 1, thread 9");
+        refused("X", "matmul", "pid", json!(0), "pid is not a number above 0");
+        refused("X", "matmul", "tid", json!("main"), "tid is not a number above 0");
+        refused("X", "matmul", "tid", json!(9), "no thread_name for process 1, thread 9");
         refused("X", "matmul", "ts", json!(1.7), "layer \"0\" ends within matmul");
         refused("X", "late", "tid", json!(2), "add_parts ends within late");
-        refused("C", "memory", "args", json!({}), "a counter's args are numbers");
-        refused("C", "memory", "args", json!({ "used": "5" }), "a counter's args are numbers");
+        refused("C", "memory", "args", json!({}), "the args of a counter are not numbers");
+        refused(
+            "C",
+            "memory",
+            "args",
+            json!({ "used": "5" }),
+            "the args of a counter are not numbers",
+        );
         refused("C", "memory", "args", json!({ "used": 5 }), "changes its series");
-        refused("C", "memory", "ts", json!("3"), "ts is no time");
-        refused("M", "process_name", "args", json!({}), "name is no text");
+        refused("C", "memory", "ts", json!("3"), "ts is not a time");
+        refused("M", "process_name", "args", json!({}), "name is not a string");
         refused("M", "process_name", "pid", json!(2), "named twice");
         refused("M", "thread_name", "name", json!("thread"), "unknown metadata");
     }

@@ -39,7 +39,7 @@ pub struct Recording {
 
 /// Another recording runs; a process has one at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("something records already\nhint: finish that recording first")]
+#[error("another recording is active\nhint: finish that recording first")]
 pub struct AlreadyRecording;
 
 struct Recorder {

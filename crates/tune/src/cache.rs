@@ -146,8 +146,8 @@ impl fmt::Display for Warning {
 /// The cache file could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "tune cache {path}: {why}\nhint: FLASHOVER_TUNE_CACHE names another file; it and its folder \
-     must be writable"
+    "tune cache {path}: {why}\nhint: set FLASHOVER_TUNE_CACHE to a writable file in a writable \
+     folder"
 )]
 pub struct CacheError {
     pub path: PathBuf,
@@ -326,7 +326,7 @@ impl TuneCache {
 fn regular(path: &Path) -> io::Result<()> {
     match fs::metadata(path) {
         Ok(meta) if !meta.is_file() => {
-            Err(io::Error::new(io::ErrorKind::InvalidInput, "it is there, and no regular file"))
+            Err(io::Error::new(io::ErrorKind::InvalidInput, "it exists, but is not a regular file"))
         }
         // A missing or unreadable path is reported when it is opened.
         _ => Ok(()),
@@ -396,7 +396,7 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>, CacheError> {
         Err(why) => return Err(refused(why)),
     };
     if lines_of(&bytes).next().is_some() && !lines_of(&bytes).any(|(_, line)| is_ours(line)) {
-        let why = "no line of it is a result, so it is left alone";
+        let why = "it contains no results, so it is not overwritten";
         return Err(refused(io::Error::new(io::ErrorKind::InvalidData, why)));
     }
     Ok(bytes)
@@ -427,16 +427,19 @@ fn parse(bytes: &[u8], origin: &str) -> Parsed {
         };
         match serde_json::from_slice::<Entry>(line) {
             Ok(entry) if entry.format != FORMAT => {
-                ignore(format!("format {}, this program reads format {FORMAT}", entry.format));
+                ignore(format!(
+                    "got format {}, but this version reads format {FORMAT}",
+                    entry.format
+                ));
             }
             Ok(Entry { median_ns: Some(ns), .. }) if ns.is_nan() || ns <= 0.0 => {
-                ignore(format!("time {ns} is not positive"));
+                ignore(format!("expected a time above 0 ns, got {ns}"));
             }
             Ok(entry) if !is_utc(&entry.date) => {
-                ignore(format!("date {:?} is none of RFC 3339 in UTC", entry.date));
+                ignore(format!("expected an RFC 3339 date in UTC, got {:?}", entry.date));
             }
             Ok(entry) if entry.date.as_str() > tomorrow.as_str() => {
-                ignore(format!("date {} lies in the future", entry.date));
+                ignore(format!("date {} is in the future", entry.date));
             }
             Ok(entry) => merge(&mut entries, BTreeMap::from([(entry.key.clone(), entry)])),
             Err(e) => ignore(format!("not a result: {e}")),

@@ -111,7 +111,7 @@ pub trait Kernel: 'static {
 
 /// A value that is not a valid config of a kernel.
 #[derive(Debug, thiserror::Error)]
-#[error("no config of {kernel}: {why}")]
+#[error("invalid config of {kernel}: {why}")]
 pub struct InvalidConfig {
     pub kernel: &'static str,
     pub why: String,
@@ -162,14 +162,14 @@ pub struct Cost {
 /// The reason that a config cannot run a problem on an architecture.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Infeasible {
-    #[error("needs {need} bytes of shared memory, the device has {have}")]
+    #[error("needs {need} bytes of shared memory, but the device has {have}")]
     SharedMemory { need: u32, have: u32 },
-    #[error("needs {need} units in a cube, the device has {have}")]
+    #[error("needs {need} units per cube, but the device allows {have}")]
     Units { need: u32, have: u32 },
-    #[error("needs {need} turns of loops, the device leaves them after {have}")]
+    #[error("needs {need} loop iterations, but the device stops loops after {have}")]
     Iterations { need: u64, have: u32 },
     #[error("needs {what}, which the device lacks")]
     Feature { what: String },
-    #[error("{name} = {value} does not fit: {why}")]
+    #[error("{name} = {value} is not supported: {why}")]
     Shape { name: &'static str, value: u64, why: String },
 }

@@ -138,7 +138,7 @@ pub enum TimingError {
     #[error("{0}")]
     Failed(String),
     /// The runtime's clock gave no measurement.
-    #[error("the device clock gave no measurement")]
+    #[error("the device clock returned no measurement")]
     NoMeasurement,
 }
 

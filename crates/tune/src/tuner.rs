@@ -24,15 +24,14 @@ pub struct Choice<C> {
 pub enum TuneError {
     /// The device cannot run the problem at all.
     #[error(
-        "{arch} has no way to run {kernel} {problem}: it {why}\nhint: take another dtype, or another \
-         backend"
+        "{arch} cannot run {kernel} {problem}: {why}\nhint: use another dtype or another backend"
     )]
     Unsupported { arch: String, kernel: &'static str, problem: String, why: String },
     /// No usable result is recorded for this architecture, and the policy forbids defaults and measuring.
     #[error(
-        "no config {} {key}{}\nhint: run with --policy measure, or default",
+        "no config {} {key}{}\nhint: use policy `measure` or `default` (--policy)",
         if misfit.is_some() { "fits" } else { "is recorded for" },
-        misfit.as_deref().map(|why| format!(": what is recorded {why}")).unwrap_or_default()
+        misfit.as_deref().map(|why| format!(": the recorded config is unusable: {why}")).unwrap_or_default()
     )]
     Frozen {
         key: Key,
@@ -41,8 +40,8 @@ pub enum TuneError {
     },
     /// Every candidate failed.
     #[error(
-        "no candidate of {key} ran: {first}\nhint: policy `default` takes the first one unmeasured; \
-         `cargo xtask verify` checks which kernels are right on this machine"
+        "no candidate of {key} ran: {first}\nhint: use policy `default` for the first candidate \
+         without measuring, and check the kernels on this machine with `cargo xtask verify`"
     )]
     AllFailed { key: Key, first: String },
     #[error(transparent)]
@@ -77,7 +76,7 @@ impl Tuner<'_> {
         let arch = self.device.profile();
         let key = Key::new::<K>(&arch.id, problem);
         let known = self.cache.get(&key).map(|(entry, source)| {
-            let config = config_of::<K>(&entry.config).map_err(|e| format!("is {e}"))?;
+            let config = config_of::<K>(&entry.config).map_err(|e| format!("{e}"))?;
             K::check(arch, problem, &config).map_err(|e| e.to_string())?;
             Ok::<_, String>(Choice { config, source })
         });
@@ -95,7 +94,10 @@ impl Tuner<'_> {
                 arch: arch.id.to_string(),
                 kernel: K::NAME,
                 problem: K::bucket(problem),
-                why: why.map_or_else(|| "has no config".to_owned(), |why| why.to_string()),
+                why: why.map_or_else(
+                    || "no config supports this problem".to_owned(),
+                    |why| why.to_string(),
+                ),
             }
         })?;
         match self.policy {
@@ -140,7 +142,7 @@ impl Tuner<'_> {
             .collect();
         let Some((config, median_ns)) = best else {
             let first = timings.into_iter().find_map(|m| m.error);
-            let first = first.unwrap_or_else(|| "there is none".to_owned());
+            let first = first.unwrap_or_else(|| "the kernel has no candidates".to_owned());
             return Err(TuneError::AllFailed { key, first });
         };
         self.cache.insert(Entry {
@@ -255,7 +257,9 @@ impl Sample {
         if worst <= tol {
             Ok(())
         } else {
-            Err(format!("wrong: differs from the baseline config by {worst:.3e} > {tol:.3e}"))
+            Err(format!(
+                "wrong result: differs from the baseline config by {worst:.3e}, expected at most {tol:.3e}"
+            ))
         }
     }
 }

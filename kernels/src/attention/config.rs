@@ -154,11 +154,15 @@ pub(super) fn check(
     let plan = FlashPlan::new(*c, problem.head_dim, true, problem.width(8), false, false);
     for copies in [plan.q, plan.kv] {
         if !copies.divides() {
-            return Err(shape("tile_kv", c.tile_kv, "the copies of a tile do not divide"));
+            return Err(shape(
+                "tile_kv",
+                c.tile_kv,
+                "the units cannot share the copies of a tile equally",
+            ));
         }
     }
     if c.registers(problem.head_dim) + addresses(problem) > 255 {
-        return Err(shape("rows", c.rows, "results and scores would spill"));
+        return Err(shape("rows", c.rows, "accumulators and scores would spill registers"));
     }
     limits(arch, c.units(), c.shared_bytes(problem.head_dim))
 }
@@ -171,7 +175,7 @@ fn check_subgroup(
     let plane = arch.plane_size.0;
     // A software device keeps registers in memory, so it has no spills.
     if plane > 16 && c.registers(problem.head_dim, plane) > 270 {
-        return Err(shape("rows", c.rows, "results and scores would spill"));
+        return Err(shape("rows", c.rows, "accumulators and scores would spill registers"));
     }
     matrices(arch, c, c.shared_bytes(problem.head_dim))
 }
@@ -188,7 +192,7 @@ pub(super) fn matrices(
         ("tile_kv", c.tile_kv, &[16, 32, 48, 64]),
     ] {
         if !allowed.contains(&value) {
-            return Err(shape(name, value, &format!("one of {allowed:?}")));
+            return Err(shape(name, value, &format!("expected one of {allowed:?}")));
         }
     }
     limits(arch, c.planes * arch.plane_size.0, shared_bytes)
@@ -214,7 +218,7 @@ pub(super) fn serves(
     // Each is one dimension of the grid.
     for (name, value) in [("batch", problem.batch), ("heads", problem.heads)] {
         if value > 65_535 {
-            return Err(shape(name, value, "up to 65535"));
+            return Err(shape(name, value, "expected at most 65535"));
         }
     }
     let AttentionConfig::Flash(c) = config else {
@@ -228,7 +232,7 @@ pub(super) fn serves(
         ("stages", c.stages, &[2, 3, 4]),
     ] {
         if !allowed.contains(&value) {
-            return Err(shape(name, value, &format!("one of {allowed:?}")));
+            return Err(shape(name, value, &format!("expected one of {allowed:?}")));
         }
     }
     limits(arch, c.units(), 0)
@@ -238,21 +242,21 @@ pub(super) fn serves(
 /// head dimension.
 fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
-        return Err(lacks("plane-scope matrices that load from words"));
+        return Err(lacks("subgroup cooperative matrices that load from u32 shared memory"));
     }
     let (ab, acc) = (problem.dtype, DType::F32);
     if ab == DType::F32 {
-        return Err(lacks("f32 plane-scope matrices"));
+        return Err(lacks("f32 subgroup cooperative matrices"));
     }
     if !arch.cmma.contains(&MmaShape { ab, acc, m: 16, n: 16, k: 16 }) {
-        return Err(lacks(format!("16 x 16 x 16 plane-scope {ab} matrices")));
+        return Err(lacks(format!("16 x 16 x 16 subgroup cooperative matrices of {ab}")));
     }
     let (plane, max_plane) = arch.plane_size;
     if plane != max_plane || ![8, 16, 32, 64].contains(&plane) {
-        return Err(lacks("planes of 8 to 64 units, all alike"));
+        return Err(lacks("a fixed plane size of 8 to 64 units"));
     }
     if problem.head_dim % 16 != 0 || problem.head_dim > 256 {
-        return Err(shape("head_dim", problem.head_dim, "a multiple of 16 up to 256"));
+        return Err(shape("head_dim", problem.head_dim, "expected a multiple of 16 up to 256"));
     }
     Ok(())
 }
@@ -269,13 +273,13 @@ pub(super) fn tensor_cores(
     }
     let inst = arch.mma_for(dtype, DType::F32);
     if !arch.inline_ptx() || inst.is_none_or(|s| s.k != 16) {
-        return Err(lacks(format!("{dtype} matrix instructions 16 deep")));
+        return Err(lacks(format!("{dtype} matrix instructions with k = 16")));
     }
     if !arch.async_copy {
         return Err(lacks("asynchronous copies"));
     }
     if head_dim % 16 != 0 || head_dim > 256 {
-        return Err(shape("head_dim", head_dim, "a multiple of 16 up to 256"));
+        return Err(shape("head_dim", head_dim, "expected a multiple of 16 up to 256"));
     }
     Ok(())
 }

@@ -112,33 +112,38 @@ impl AttentionOptions {
 /// Reason why an attention problem is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidAttention {
-    #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty attention")]
     Empty { axis: &'static str },
-    #[error("window is 0\nhint: a query sees one key at least; leave it out for all of them")]
+    #[error(
+        "expected a window of at least 1 key, got 0\nhint: omit `window` to attend to all keys"
+    )]
     Window,
     #[error(
-        "{heads} heads do not divide among {kv_heads} key heads\nhint: \
-         each key head serves as many query heads as the others"
+        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
+         number of query heads for every key head"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(
-        "{operand} steps {stride} elements between positions of {head_dim}\nhint: \
-         positions may lie apart, not over each other"
+        "expected {operand} with a stride of at least head_dim, got stride {stride} for head_dim \
+         {head_dim}\nhint: pass positions that do not overlap; gaps are allowed"
     )]
     Stride { operand: &'static str, stride: u64, head_dim: u32 },
-    #[error("softcap is {0}\nhint: it is positive and finite; leave it out for none")]
+    #[error("expected a finite softcap above 0, got {0}\nhint: omit `softcap` to disable it")]
     Softcap(f32),
-    #[error("scale is {0}\nhint: it is positive and finite; fold a sign into q")]
+    #[error("expected a finite scale above 0, got {0}\nhint: fold the sign into q")]
     Scale(f32),
-    #[error("a backward pass needs the log-sum-exp of the forward pass\nhint: set `lse` there")]
+    #[error(
+        "the backward pass needs the log-sum-exp of the forward pass\nhint: set `lse` on the \
+         forward problem"
+    )]
     NoLse,
-    #[error("attention is not computed in {0}\nhint: f32, f16 or bf16")]
+    #[error("expected f32, f16 or bf16 attention operands, got {0}\nhint: cast q, k and v")]
     DType(DType),
-    #[error("a mask is not {0}\nhint: u8 or i32")]
+    #[error("expected a u8 or i32 mask, got {0}\nhint: cast the mask to u8")]
     MaskDType(DType),
     #[error(
-        "a bias or mask needs sequences of one length\nhint: \
-         without them, `varlen` takes sequences of any"
+        "attention bias and masks need sequences of one length\nhint: pad the sequences, or call \
+         `varlen` without bias and mask"
     )]
     VaryingScores,
 }
@@ -377,16 +382,19 @@ mod tests {
     fn mistakes_are_named() {
         let p = problem(5, 5);
         let bad = |p: AttentionProblem| p.checked().expect_err("a mistake").to_string();
-        assert!(bad(AttentionProblem { kv_heads: 3, ..p }).contains("4 heads"));
-        assert!(bad(AttentionProblem { seq_kv: 0, ..p }).contains("seq_kv is 0"));
+        assert!(bad(AttentionProblem { kv_heads: 3, ..p }).contains("4 query heads"));
+        assert!(
+            bad(AttentionProblem { seq_kv: 0, ..p })
+                .contains("expected seq_kv of at least 1, got 0")
+        );
         for wrong in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
-            assert!(bad(AttentionProblem { softcap: Some(wrong), ..p }).contains("positive"));
-            assert!(bad(AttentionProblem { scale: wrong, ..p }).contains("positive"));
+            assert!(bad(AttentionProblem { softcap: Some(wrong), ..p }).contains("above 0"));
+            assert!(bad(AttentionProblem { scale: wrong, ..p }).contains("above 0"));
         }
         assert!(bad(AttentionProblem { dtype: DType::I8, ..p }).contains("i8"));
         let mut short = p;
         short.k.seq = 15;
-        assert!(bad(short).contains("k steps 15"));
+        assert!(bad(short).contains("k with a stride of at least head_dim, got stride 15 "));
     }
 
     #[test]

@@ -97,7 +97,7 @@ pub struct CrossEntropyProblem {
 /// An invalid cross-entropy problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidCrossEntropy {
-    #[error("expected at least one of {axis}, got 0\nhint: skip a loss without logits")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip a loss without logits")]
     Empty { axis: &'static str },
     #[error("expected a vocabulary of at most 2^24 tokens, got {0}")]
     Vocab(u32),
@@ -257,7 +257,7 @@ impl Kernel for CrossEntropy {
     ) -> Result<(), Infeasible> {
         stores(arch, [p.dtype, DType::F32])?;
         if c.held * c.units > HELD {
-            return Err(shape("held", c.held, "8192 vectors a cube at most"));
+            return Err(shape("held", c.held, "expected at most 8192 vectors per cube"));
         }
         let rows = RowPlan::new(arch, c.units, c.lanes);
         rows.check(arch)?;

@@ -39,7 +39,7 @@ impl DequantizeConfig {
     pub(crate) fn check(&self, arch: &ArchProfile, out: DType) -> Result<(), Infeasible> {
         stores(arch, [out])?;
         if !(1..=16).contains(&self.vectors) {
-            return Err(shape("vectors", self.vectors, "a unit decodes 1 to 16 vectors at a time"));
+            return Err(shape("vectors", self.vectors, "expected 1 to 16 vectors per unit"));
         }
         limits(arch, self.units, 0)
     }

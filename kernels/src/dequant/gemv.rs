@@ -92,21 +92,29 @@ impl GemvConfig {
     pub(crate) fn check(&self, arch: &ArchProfile, n: u32) -> Result<(), Infeasible> {
         limits(arch, self.units, 0)?;
         if !self.lanes.is_power_of_two() || self.units % self.lanes != 0 {
-            return Err(shape("lanes", self.lanes, "a power of two that units divide among"));
+            return Err(shape(
+                "lanes",
+                self.lanes,
+                "expected a power of two that divides the units",
+            ));
         }
         if arch.cores().is_some() && self.lanes != 1 {
-            return Err(lacks("cheap barriers"));
+            return Err(lacks("cheap barriers (a GPU)"));
         }
         for (name, value) in [("rows", self.rows), ("columns", self.columns)] {
             if !(1..=8).contains(&value) {
-                return Err(shape(name, value, "1 to 8"));
+                return Err(shape(name, value, "expected 1 to 8"));
             }
         }
         if self.rows * self.columns > 32 {
-            return Err(shape("columns", self.columns, "sums of more than 32 spill"));
+            return Err(shape(
+                "columns",
+                self.columns,
+                "more than 32 accumulators would spill registers",
+            ));
         }
         if n.div_ceil(self.rows_of_cube()) > 65_535 {
-            return Err(shape("n", n, "more cubes than a grid has in a line"));
+            return Err(shape("n", n, "expected at most 65535 cubes in one grid dimension"));
         }
         limits(arch, self.units, self.shared_bytes())
     }

@@ -455,30 +455,34 @@ pub(crate) fn check(
     c: &SubgroupConfig,
 ) -> Result<(), Infeasible> {
     if !arch.matrices_from_words() {
-        return Err(lacks("plane-scope matrices that are loaded from words"));
+        return Err(lacks("subgroup cooperative matrices that load from u32 shared memory"));
     }
     if arch.plane_size.0 != arch.plane_size.1 {
-        return Err(lacks("one fixed plane size"));
+        return Err(lacks("a fixed plane size"));
     }
     if p.k % STEP != 0 || arch.load_bytes < 16 {
-        return Err(shape("k", p.k, "rows of whole tiles of 64, and loads of 16 bytes"));
+        return Err(shape("k", p.k, "expected a multiple of 64, and a device with 16-byte loads"));
     }
     if ![16, 32, 48, 64].contains(&c.tile_m) {
-        return Err(shape("tile_m", c.tile_m, "16, 32, 48 or 64"));
+        return Err(shape("tile_m", c.tile_m, "expected 16, 32, 48 or 64"));
     }
     if !(1..=16).contains(&c.planes) {
-        return Err(shape("planes", c.planes, "1 to 16"));
+        return Err(shape("planes", c.planes, "expected 1 to 16"));
     }
     // Each of two matrices has at least 16 columns.
     let columns: &[u32] = if p.glu { &[32, 64] } else { &[16, 32, 64] };
     if !columns.contains(&c.columns) {
-        return Err(shape("columns", c.columns, &format!("one of {columns:?}")));
+        return Err(shape("columns", c.columns, &format!("expected one of {columns:?}")));
     }
     if !(1..=64).contains(&c.parts) || (c.parts - 1) * c.part_steps(p.k) >= p.k / STEP {
-        return Err(shape("parts", c.parts, "1 to 64, and every part has a step"));
+        return Err(shape(
+            "parts",
+            c.parts,
+            "expected 1 to 64 splits with at least one k step each",
+        ));
     }
     if p.blocks(c) > 65_535 {
-        return Err(shape("n", p.n, "more cubes than a grid has in a line"));
+        return Err(shape("n", p.n, "expected at most 65535 cubes in one grid dimension"));
     }
     limits(arch, plan(arch, p, c)?.units(), c.shared_bytes())
 }
@@ -489,9 +493,9 @@ pub(crate) fn plan(
     c: &SubgroupConfig,
 ) -> Result<SubgroupPlan, Infeasible> {
     let inst = plane_inst(arch, p.precision)
-        .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", p.precision.name())))?;
+        .ok_or_else(|| lacks(format!("16 x 16 subgroup {} matrices", p.precision.name())))?;
     if STEP % inst.k != 0 {
-        return Err(lacks("matrices that divide steps of 64"));
+        return Err(lacks("cooperative matrices whose k divides 64"));
     }
     Ok(SubgroupPlan {
         bits: p.bits,

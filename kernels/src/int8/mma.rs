@@ -135,13 +135,21 @@ pub(super) fn check_halves(
 ) -> Result<(), Infeasible> {
     stores(arch, [DType::I8])?;
     if p.dtype.size() != 2 {
-        return Err(lacks("fragments of halves beside x in f32"));
+        return Err(lacks("f16 or bf16 x for 16-bit fragments"));
     }
     if p.weight.k % CHUNK != 0 {
-        return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
+        return Err(shape(
+            "k",
+            p.weight.k,
+            "expected rows of quantised values in multiples of 16 bytes",
+        ));
     }
     if c.tile_k % 64 != 0 {
-        return Err(shape("tile_k", c.tile_k, "codes come in steps of 32, by two register sets"));
+        return Err(shape(
+            "tile_k",
+            c.tile_k,
+            "expected a multiple of 64, because k steps of 32 alternate between two register sets",
+        ));
     }
     check_source(arch, &p.dense(), c, tiles(*c))
 }
@@ -166,17 +174,25 @@ pub(super) fn check_bytes(
     c: &MmaConfig,
 ) -> Result<(), Infeasible> {
     if p.activations.is_none() {
-        return Err(lacks("bytes to multiply with: the product does not round x"));
+        return Err(lacks("x rounded to int8, which this matmul does not request"));
     }
     stores(arch, [DType::I8])?;
     if p.dtype.size() != 2 {
-        return Err(lacks("fragments of bytes beside results in f32"));
+        return Err(lacks("f16 or bf16 results for int8 fragments"));
     }
     if p.weight.k % CHUNK != 0 {
-        return Err(shape("k", p.weight.k, "rows of codes are whole chunks of 16 bytes"));
+        return Err(shape(
+            "k",
+            p.weight.k,
+            "expected rows of quantised values in multiples of 16 bytes",
+        ));
     }
     if p.weight.k > MAX_K {
-        return Err(shape("k", p.weight.k, "sums of more products do not fit 31 bits"));
+        return Err(shape(
+            "k",
+            p.weight.k,
+            "longer dot products would overflow the i32 accumulators",
+        ));
     }
     Matmul::check(arch, &p.pairs(), &MatmulConfig::Mma(*c))
 }

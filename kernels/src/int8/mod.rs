@@ -89,11 +89,11 @@ impl Weight {
             return refused("their k differ");
         }
         if parts.iter().any(|part| part.len() % 4 != 0) {
-            return refused("a word would hold elements of two");
+            return refused("a 4-byte word would hold elements of two weights");
         }
         match parts.iter().try_fold(0u32, |n, part| n.checked_add(part.n)) {
             Some(n) => Self::new(n, k),
-            None => refused("more rows than are counted"),
+            None => refused("the total number of rows exceeds u32"),
         }
     }
 

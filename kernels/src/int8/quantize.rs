@@ -82,10 +82,10 @@ impl Kernel for Int8Quantize {
     ) -> Result<(), Infeasible> {
         stores(arch, [p.dtype])?;
         if !c.lanes.is_power_of_two() || c.units % c.lanes != 0 {
-            return Err(shape("lanes", c.lanes, "a power of two that units divide among"));
+            return Err(shape("lanes", c.lanes, "expected a power of two that divides the units"));
         }
         if arch.cores().is_some() && c.lanes != 1 {
-            return Err(lacks("cheap barriers"));
+            return Err(lacks("cheap barriers (a GPU)"));
         }
         limits(arch, c.units, if c.lanes > 1 { c.units * 4 } else { 0 })
     }

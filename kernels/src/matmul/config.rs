@@ -179,7 +179,7 @@ pub(super) fn baseline(
         }
         _ if problem.norm.is_some() => path_candidates(arch, problem, MatmulConfig::Gemv)
             .last()
-            .ok_or_else(|| lacks("a path that normalises so many rows as it multiplies them"))?,
+            .ok_or_else(|| lacks("a norm fused into this matmul"))?,
         _ => path_candidates(arch, problem, MatmulConfig::Packed)
             .last()
             .unwrap_or(MatmulConfig::Fma(FmaConfig::BASELINE)),
@@ -201,19 +201,19 @@ pub(super) fn check(
     check_sizes(path)?;
     iterations(arch, path.iterations(u64::from(problem.k)))?;
     if precision.sums() == DType::F16 && !path.accumulates_f16() {
-        return Err(lacks("f16 sums but in matrix instructions"));
+        return Err(lacks("matrix instructions for f16 accumulation"));
     }
     if problem.grouped && problem.batch_slices(arch).len() > 1 {
-        return Err(lacks(format!("{} groups in one launch", problem.batch())));
+        return Err(lacks(format!("one launch for {} groups", problem.batch())));
     }
     match problem.norm {
         None => {}
         Some(NormKind::Layer) => {
-            return Err(lacks("a path that takes the mean off rows that it multiplies"));
+            return Err(lacks("LayerNorm fused into a matmul"));
         }
         Some(_) if path.normalizes() && !problem.grouped => {}
         Some(_) => {
-            return Err(lacks("a path that normalises so many rows as it multiplies them"));
+            return Err(lacks("a norm fused into this matmul"));
         }
     }
     path.check(arch, problem)

@@ -54,14 +54,14 @@ impl Path for CpuGemvConfig {
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         check_vector(arch, problem, self.vector)?;
         if problem.lhs.layout != Layout::Row || problem.rhs.layout != Layout::Col {
-            return Err(shape("vector", self.vector, "an operand does not lie along k"));
+            return Err(shape("vector", self.vector, "expected both operands contiguous along k"));
         }
         let [lhs, rhs, _] = problem.widths(u64::from(self.vector));
         if [lhs, rhs] != [self.vector as usize; 2] {
-            return Err(shape("vector", self.vector, "lines are not whole vectors"));
+            return Err(shape("vector", self.vector, "expected rows of whole vectors"));
         }
         if self.rows > 16 || self.rows * self.cols > 24 {
-            return Err(shape("rows", self.rows, "more sums than vector registers"));
+            return Err(shape("rows", self.rows, "more accumulators than vector registers"));
         }
         Ok(())
     }

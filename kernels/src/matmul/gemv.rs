@@ -111,24 +111,32 @@ impl Path for GemvConfig {
 
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         if arch.cores().is_some() {
-            return Err(lacks("cheap barriers"));
+            return Err(lacks("cheap barriers (a GPU)"));
         }
         if problem.precision == Precision::Tf32 {
-            return Err(lacks("tf32 without matrix instructions"));
+            return Err(lacks("matrix instructions for tf32"));
         }
         if problem.lhs.layout != Layout::Row || problem.rhs.layout != Layout::Col {
-            return Err(shape("lanes", self.lanes, "an operand does not lie along k"));
+            return Err(shape("lanes", self.lanes, "expected both operands contiguous along k"));
         }
         let widest = width(arch, problem) as usize;
         let [lhs, rhs, _] = problem.widths(widest as u64);
         if [lhs, rhs] != [widest; 2] {
-            return Err(shape("lanes", self.lanes, "lines are not whole vectors"));
+            return Err(shape("lanes", self.lanes, "expected rows of whole vectors"));
         }
         if !self.lanes.is_power_of_two() || self.units % self.lanes != 0 {
-            return Err(shape("lanes", self.lanes, "sums are added by halves"));
+            return Err(shape(
+                "lanes",
+                self.lanes,
+                "expected a power of two that divides the units",
+            ));
         }
         if self.rows > 16 || self.cols > 16 || self.rows * self.cols > 32 {
-            return Err(shape("rows", self.rows, "sums and operands would spill"));
+            return Err(shape(
+                "rows",
+                self.rows,
+                "accumulators and operands would spill registers",
+            ));
         }
         limits(arch, self.units, self.plan(problem).shared_bytes())
     }

@@ -110,20 +110,24 @@ impl Path for PackedConfig {
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         check_vector(arch, problem, self.vector)?;
         if self.rows > 16 || self.rows * self.block_n / self.vector > 32 {
-            return Err(shape("rows", self.rows, "more sums than vector registers"));
+            return Err(shape("rows", self.rows, "more accumulators than vector registers"));
         }
         for (name, size, of) in
             [("block_m", self.block_m, self.rows), ("block_n", self.block_n, self.vector)]
         {
             if size % of != 0 {
-                return Err(shape(name, size, "not a multiple of the register block"));
+                return Err(shape(name, size, "expected a multiple of the register block"));
             }
         }
         if self.block_k % self.vector != 0 {
-            return Err(shape("block_k", self.block_k, "the panel is packed in whole vectors"));
+            return Err(shape("block_k", self.block_k, "expected a multiple of the vector size"));
         }
         if self.stack_bytes() > 256 << 10 {
-            return Err(shape("block_k", self.block_k, "the panel outgrows a unit's stack"));
+            return Err(shape(
+                "block_k",
+                self.block_k,
+                "the packed panel exceeds the stack of a unit, 256 KiB",
+            ));
         }
         Ok(())
     }

@@ -69,7 +69,7 @@ pub(crate) trait Path {
 /// rule divides by zero or overflows.
 pub(super) fn check_sizes(config: &dyn Path) -> Result<(), Infeasible> {
     let out = config.sizes().into_iter().find(|(_, value)| !(1..=1 << 14).contains(value));
-    out.map_or(Ok(()), |(name, value)| Err(shape(name, value, "sizes are 1 to 16384")))
+    out.map_or(Ok(()), |(name, value)| Err(shape(name, value, "expected a size from 1 to 16384")))
 }
 
 /// Checks the common requirements of both CPU paths.
@@ -79,13 +79,13 @@ pub(super) fn check_vector(
     vector: u32,
 ) -> Result<(), Infeasible> {
     if arch.cores().is_none() {
-        return Err(lacks("a core per unit"));
+        return Err(lacks("one core per unit (a CPU)"));
     }
     if problem.precision == Precision::Tf32 {
         return Err(lacks("tf32 matrix instructions"));
     }
     if !vector.is_power_of_two() || vector > 16 {
-        return Err(shape("vector", vector, "a vector register holds a power of two, 16 at most"));
+        return Err(shape("vector", vector, "expected a power of two up to 16"));
     }
     Ok(())
 }

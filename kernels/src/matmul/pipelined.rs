@@ -69,12 +69,12 @@ impl Path for PipelinedConfig {
 
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         if !arch.matrices_from_words() {
-            return Err(lacks("plane-scope matrices that are loaded from words"));
+            return Err(lacks("subgroup cooperative matrices that load from u32 shared memory"));
         }
         self.0.check_matrices(arch, problem)?;
         let plan = self.plan(arch, problem);
         if self.registers(plan.plane) > 270 {
-            let why = "sums and tiles on their way would spill";
+            let why = "accumulators and loaded tiles would spill registers";
             return Err(shape("tile_m", self.0.tile_m, why));
         }
         limits(arch, plan.units(), plan.shared_bytes())

@@ -126,21 +126,22 @@ pub struct MatmulProblem {
 /// Reason why a matmul problem is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidMatmul {
-    #[error("{axis} is 0\nhint: an empty product has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty matmul")]
     Empty { axis: &'static str },
     #[error(
-        "{operand} stride {stride} is smaller than its contiguous axis {axis}\nhint: lines may lie apart, \
-         not over each other; to repeat an operand, give its batches stride 0"
+        "expected {operand} with a stride of at least its contiguous axis, got stride {stride} \
+         for an axis of {axis} elements\nhint: pass rows that do not overlap; use batch stride 0 \
+         to broadcast an operand"
     )]
     Stride { operand: &'static str, stride: u64, axis: u32 },
     #[error(
-        "groups need rows of lhs that are contiguous and one axis of batches, of rhs only\nhint: lhs is \
-         [m, k], rhs [groups, k, n]"
+        "a grouped matmul needs contiguous rows of lhs, no batch axis in lhs and one batch axis \
+         in rhs\nhint: pass lhs as [m, k] and rhs as [groups, k, n]"
     )]
     Groups,
     #[error(
-        "{n} rows of a weight are not those of two matrices\nhint: both have as many, in tiles a multiple of \
-         16"
+        "a gated matmul needs a 4-bit weight with an even n, which is a multiple of 32 in tiles; \
+         got n {n}\nhint: join a gate and an up matrix with the same number of rows"
     )]
     Halves { n: u32 },
 }

@@ -62,19 +62,19 @@ impl SubgroupConfig {
     ) -> Result<(), Infeasible> {
         let precision = problem.precision;
         if matches!(precision, Precision::F32 | Precision::Tf32) {
-            return Err(lacks(format!("{} plane-scope matrices", precision.name())));
+            return Err(lacks(format!("{} subgroup cooperative matrices", precision.name())));
         }
         let inst = plane_inst(arch, precision)
-            .ok_or_else(|| lacks(format!("16 x 16 plane-scope {} matrices", precision.name())))?;
+            .ok_or_else(|| lacks(format!("16 x 16 subgroup {} matrices", precision.name())))?;
         let (plane, max_plane) = arch.plane_size;
         if plane != max_plane {
-            return Err(lacks("one fixed plane size"));
+            return Err(lacks("a fixed plane size"));
         }
         if self.tile_m % (16 * self.planes_m) != 0 || self.tile_n % (16 * self.planes_n) != 0 {
-            return Err(shape("tile_m", self.tile_m, "planes hold multiples of 16 x 16"));
+            return Err(shape("tile_m", self.tile_m, "expected a multiple of 16 x 16 per plane"));
         }
         if self.tile_k % inst.k != 0 {
-            return Err(shape("tile_k", self.tile_k, "not a multiple of the instruction's depth"));
+            return Err(shape("tile_k", self.tile_k, "expected a multiple of the instruction's k"));
         }
         Ok(())
     }

@@ -70,28 +70,36 @@ impl Path for TmaConfig {
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         let (Self(c), elem) = (self, problem.precision.storage().size());
         if !arch.tma {
-            return Err(lacks("bulk tensor copies"));
+            return Err(lacks("TMA (bulk tensor copies)"));
         }
         if problem.grouped || problem.batch() > 1 {
-            return Err(lacks("bulk copies of several products"));
+            return Err(lacks("TMA copies for batches and groups"));
         }
         let tiles = c.tiles(problem);
         c.check_tiles(arch, problem, tiles)?;
         if tiles.iter().any(|tile| tile.tma_swizzle().is_none()) {
-            let why = "lines of a tile are 32, 64 or 128 bytes along k";
+            let why = "expected tile rows of 32, 64 or 128 bytes along k";
             return Err(shape("tile_k", c.tile_k, why));
         }
         let [lhs, rhs, _] = problem.widest();
         if [lhs, rhs] != [16 / elem; 2] {
-            return Err(shape("tile_k", c.tile_k, "lines of an operand are not whole chunks"));
+            return Err(shape(
+                "tile_k",
+                c.tile_k,
+                "expected operand rows in multiples of 16 bytes",
+            ));
         }
         if c.tile_m > 256 || c.tile_n > 256 {
-            return Err(shape("tile_m", c.tile_m, "a bulk copy has 256 lines at most"));
+            return Err(shape("tile_m", c.tile_m, "expected at most 256 rows per TMA copy"));
         }
         let all = problem.k.div_ceil(c.tile_k);
         let each = c.part_tiles(problem.k);
         if [each, all - (c.parts - 1) * each].iter().any(|tiles| tiles % c.stages != 0) {
-            return Err(shape("stages", c.stages, "a part of k is whole rounds of stages"));
+            return Err(shape(
+                "stages",
+                c.stages,
+                "expected every split of k to be a multiple of the stages",
+            ));
         }
         // The ring starts at a multiple of 1024 bytes, the period of the swizzle. Each stage also
         // needs two barriers.

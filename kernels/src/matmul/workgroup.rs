@@ -150,15 +150,15 @@ impl Path for WorkgroupConfig {
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         let ab = problem.precision.instruction();
         if problem.precision == Precision::F32 {
-            return Err(lacks("f32 cube-scope matrices"));
+            return Err(lacks("f32 workgroup cooperative matrices"));
         }
         if !is_plain(problem) && self.parts == 1 {
-            return Err(lacks("epilogues on cube-scope matrices"));
+            return Err(lacks("epilogues on workgroup cooperative matrices"));
         }
         // Groups start at any row, so their loads are clamped: 4.5 ms, where plane scope took 3.4
         // (8 groups of 4096 x 4096 x 4096).
         if problem.grouped {
-            return Err(lacks("groups on cube-scope matrices"));
+            return Err(lacks("groups on workgroup cooperative matrices"));
         }
         let tile = [self.tile_m, self.tile_n, self.tile_k];
         let fits = |s: &CubeMma| {
@@ -167,40 +167,50 @@ impl Path for WorkgroupConfig {
                 && tile.iter().zip([s.m, s.n, s.k]).all(|(tile, of)| tile % of == 0)
         };
         if !arch.cube_mma.iter().any(fits) {
-            return Err(lacks(format!("cube-scope {ab} matrices of that granularity")));
+            return Err(lacks(format!(
+                "workgroup cooperative matrices of {ab} with this granularity"
+            )));
         }
         if self.unroll > 8 {
-            return Err(shape("unroll", self.unroll, "at most 8 tiles a round"));
+            return Err(shape("unroll", self.unroll, "expected at most 8 tiles per iteration"));
         }
         // The last round would also multiply elements past k, or past its split.
         if self.unroll > 1 && problem.k % (self.tile_k * self.unroll) != 0 {
-            return Err(shape("unroll", self.unroll, "rounds that do not divide k"));
+            return Err(shape("unroll", self.unroll, "expected iterations that divide k"));
         }
         if self.parts > 1 {
             let (each, all) = (self.part_tiles(problem.k), problem.k.div_ceil(self.tile_k));
             if (self.parts - 1) * each >= all {
-                return Err(shape("parts", self.parts, "every part needs a tile of k"));
+                return Err(shape("parts", self.parts, "expected at least one k tile per split"));
             }
             if each % self.unroll != 0 {
-                return Err(shape("unroll", self.unroll, "rounds that do not divide a part of k"));
+                return Err(shape(
+                    "unroll",
+                    self.unroll,
+                    "expected iterations that divide each split of k",
+                ));
             }
             if problem.batch_slices(arch).len() > 1 {
-                let why = "partial sums hold the batches of one launch";
+                let why = "split-k supports one launch only";
                 return Err(shape("parts", self.parts, why));
             }
             if problem.batch() * u64::from(self.parts) > 65_535 {
-                return Err(shape("parts", self.parts, "more cubes than a grid has in a line"));
+                return Err(shape(
+                    "parts",
+                    self.parts,
+                    "expected at most 65535 cubes in one grid dimension",
+                ));
             }
         }
         let spans = [problem.lhs.stride, problem.rhs.stride];
         if spans.iter().any(|s| *s > u64::from(u32::MAX)) {
-            return Err(shape("stride", u32::MAX, "tensor layouts hold 32-bit strides"));
+            return Err(shape("stride", u32::MAX, "tensor layouts are limited to 32-bit strides"));
         }
         // Batches and partial sums are offset along an axis, which is limited to 32 bits.
         let [lhs, rhs, out] = problem.extents();
         let reach = lhs.max(rhs).max(out * self.parts as usize);
         if (has_starts(problem) || self.parts > 1) && reach > u32::MAX as usize {
-            return Err(shape("batch", u32::MAX, "tensor layouts hold 32-bit sizes"));
+            return Err(shape("batch", u32::MAX, "tensor layouts are limited to 32-bit sizes"));
         }
         limits(arch, self.units, arch.cube_mma_reserved_bytes)
     }

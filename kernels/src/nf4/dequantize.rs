@@ -80,7 +80,7 @@ impl Kernel for Nf4Dequantize {
     ) -> Result<(), Infeasible> {
         stores(arch, [p.out])?;
         if !(1..=16).contains(&c.words) {
-            return Err(shape("words", c.words, "a unit decodes 1 to 16 words at a time"));
+            return Err(shape("words", c.words, "expected 1 to 16 words per unit"));
         }
         limits(arch, c.units, 16 * 4)
     }

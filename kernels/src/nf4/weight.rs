@@ -85,13 +85,13 @@ impl Weight {
         if self.order == Order::Tiles {
             let tiles = |why| Err(InvalidWeight::Tiles { n, k, block_size, why });
             if n % 16 != 0 {
-                return tiles("n is no multiple of 16");
+                return tiles("expected n to be a multiple of 16");
             }
             if k % 256 != 0 {
-                return tiles("k is no multiple of 256");
+                return tiles("expected k to be a multiple of 256");
             }
             if block_size < 64 {
-                return tiles("64 elements have more than one absmax");
+                return tiles("expected a block size of at least 64");
             }
         }
         Ok(self)
@@ -104,15 +104,15 @@ impl Weight {
     /// errors of [`Weight::checked`].
     pub fn joined(parts: &[Self]) -> Result<Self, InvalidWeight> {
         let refused = |why| Err(InvalidWeight::Join { why });
-        let Some((last, rest)) = parts.split_last() else { return refused("there are none") };
+        let Some((last, rest)) = parts.split_last() else { return refused("got no weights") };
         if !rest.iter().all(|part| Self { n: last.n, ..*part } == *last) {
-            return refused("their k, block size or order differ");
+            return refused("their k, block sizes or layouts differ");
         }
         if !rest.iter().all(Self::ends_whole) {
-            return refused("a block or a nested group would hold elements of two");
+            return refused("a block or a nested group would hold elements of two weights");
         }
         let n = rest.iter().try_fold(last.n, |n, part| n.checked_add(part.n));
-        let Some(n) = n else { return refused("more rows than are counted") };
+        let Some(n) = n else { return refused("the total number of rows exceeds u32") };
         Self { n, ..*last }.checked()
     }
 
@@ -323,7 +323,7 @@ pub fn join(
     let wanted = codebooks(buffers)?;
     for (_, other) in &parts[1..] {
         if codebooks(other)? != wanted {
-            return Err(InvalidWeight::Join { why: "their books differ" });
+            return Err(InvalidWeight::Join { why: "their codebooks differ" });
         }
     }
     let made = buffers.empty_like(device, &joined);
@@ -353,12 +353,12 @@ pub fn split(
     let refused = |why| Err(InvalidWeight::Join { why });
     let all: u64 = heights.iter().map(|n| u64::from(*n)).sum();
     if all != u64::from(weight.n) {
-        return refused("the heights are not those of the weight");
+        return refused("the requested rows do not sum to the rows of the weight");
     }
     let parts: Vec<Weight> =
         heights.iter().map(|n| Weight { n: *n, ..weight }.checked()).collect::<Result<_, _>>()?;
     if !parts[..parts.len() - 1].iter().all(Weight::ends_whole) {
-        return refused("a block or a nested group holds elements of two");
+        return refused("a block or a nested group holds elements of two parts");
     }
     let mut row = 0;
     let mut made = Vec::new();

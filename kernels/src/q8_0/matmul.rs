@@ -162,7 +162,7 @@ impl Kernel for Q8_0Matmul {
             Q8_0MatmulConfig::Dense(c) => {
                 Q8_0Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
                 if c.matmul.splits() > 1 {
-                    let why = "the dense weight is all the scratch";
+                    let why = "split-k needs scratch, which the dense weight fills";
                     return Err(shape("parts", c.matmul.splits(), why));
                 }
                 Matmul::check(arch, &p.dense(), &c.matmul)

@@ -84,36 +84,48 @@ pub struct RopeProblem {
 /// An invalid RoPE problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidRope {
-    #[error("{axis} is 0\nhint: an empty projection has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty projection")]
     Empty { axis: &'static str },
     #[error(
-        "{heads} heads do not divide among {kv_heads} key heads\nhint: each key head serves as many query \
-         heads as the others"
+        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
+         number of query heads for every key head"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(
-        "{dim} dimensions of {head_dim} turn\nhint: they turn in pairs: an even number, up to the head \
-         dimension"
+        "expected an even number of rotary dimensions up to head_dim, got {dim} of \
+         {head_dim}\nhint: pass the rotary dimension of the model's config"
     )]
     Dim { dim: u32, head_dim: u32 },
     #[error(
-        "{seq} new positions for a {what} of {have}\nhint: make it longer, or take fewer at once"
+        "got {seq} new positions, but the {what} holds {have}\nhint: enlarge it, or pass fewer \
+         tokens per call"
     )]
     Short { what: &'static str, seq: u32, have: u32 },
     #[error(
-        "{operand} steps {stride} elements between positions of {width}\nhint: positions may lie apart, not \
-         over each other"
+        "expected {operand} with a stride of at least the row width, got stride {stride} for a \
+         width of {width} elements\nhint: pass rows that do not overlap; gaps are allowed"
     )]
     Stride { operand: &'static str, stride: u64, width: u32 },
-    #[error("{0} heads of all positions\nhint: below 2^32 in one launch")]
+    #[error(
+        "expected fewer than 2^32 heads and cache positions per launch, got {0}\nhint: split the \
+         batch, or shorten the cache"
+    )]
     TooLarge(u64),
-    #[error("eps is {0}\nhint: it is finite and not negative")]
+    #[error(
+        "expected a finite eps of at least 0, got {0}\nhint: pass the eps of the model's config"
+    )]
     Eps(f32),
-    #[error("heads of {0} are not turned\nhint: f32, f16 or bf16")]
+    #[error("expected f32, f16 or bf16 heads for RoPE, got {0}\nhint: cast the projection")]
     DType(DType),
-    #[error("pages of {0} positions\nhint: a power of two")]
+    #[error(
+        "expected a page size that is a power of two, got {0} positions\nhint: allocate the cache \
+         with pages of 16 positions, for example"
+    )]
     BlockSize(u32),
-    #[error("a cache of {cache} for {dtype}\nhint: {dtype} or i8")]
+    #[error(
+        "expected a KV cache in the dtype of the queries or i8, got {cache} with {dtype} \
+         queries\nhint: allocate the cache in {dtype} or i8"
+    )]
     Cache { cache: DType, dtype: DType },
 }
 

@@ -58,10 +58,11 @@ pub struct SampleProblem {
 /// An invalid sampling problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidSample {
-    #[error("{axis} is 0\nhint: without logits there is no token")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip sampling without logits")]
     Empty { axis: &'static str },
     #[error(
-        "{rows} rows of {vocab} logits\nhint: 65535 rows, of 2^24 logits, and below 2^31 of them at most"
+        "expected at most 65535 rows, at most 2^24 logits per row and fewer than 2^31 logits in \
+         total, got {rows} rows of {vocab} logits\nhint: split the rows over several calls"
     )]
     TooLarge { rows: u32, vocab: u32 },
 }
@@ -191,10 +192,10 @@ impl Kernel for Sample {
         stores(arch, [DType::F32])?;
         RowPlan::new(arch, c.units, c.units).check(arch)?;
         if c.units > COLUMNS {
-            return Err(shape("units", c.units, "1024 at most"));
+            return Err(shape("units", c.units, "expected at most 1024"));
         }
         if arch.cores().is_some() && c.units > 1 {
-            return Err(shape("units", c.units, "one where barriers are not cheap"));
+            return Err(shape("units", c.units, "expected one unit on a CPU"));
         }
         limits(arch, c.units, 4 * (PIVOTS * c.units + COLUMNS + 32))
     }

@@ -262,7 +262,7 @@ fn windows_are_where_the_family_has_them() {
 
 #[test]
 fn refusals_name_the_field_and_the_value() {
-    let size = "which is not an integer from 1 to 2147483647";
+    let size = "expected an integer from 1 to 2147483647";
     for (value, shown) in [
         (json!(0), "0"),
         (json!(-4), "-4"),
@@ -274,52 +274,52 @@ fn refusals_name_the_field_and_the_value() {
     }
     for (more, message) in [
         (json!({ "vocab_size": null }), "`vocab_size` is missing"),
-        (json!({ "model_type": 7 }), "`model_type` is 7, which is not a string"),
+        (json!({ "model_type": 7 }), "`model_type` is 7, expected a string"),
         (
             json!({ "num_key_value_heads": 3 }),
-            "`num_attention_heads` is 4, which is not a multiple of `num_key_value_heads`, 3",
+            "`num_attention_heads` is 4, expected a multiple of `num_key_value_heads`, 3",
         ),
         (
             json!({ "hidden_size": 66 }),
-            "`hidden_size` is 66, which is not a multiple of `num_attention_heads`, 4",
+            "`hidden_size` is 66, expected a multiple of `num_attention_heads`, 4",
         ),
         (
             json!({ "rms_norm_eps": 0 }),
-            "`rms_norm_eps` is 0, which is not a number above 0 that f32 reaches",
+            "`rms_norm_eps` is 0, expected a number above 0 in the range of f32",
         ),
         (
             json!({ "rms_norm_eps": -1e-6 }),
-            "`rms_norm_eps` is -1e-6, which is not a number above 0 that f32 reaches",
+            "`rms_norm_eps` is -1e-6, expected a number above 0 in the range of f32",
         ),
         (
             json!({ "rms_norm_eps": 1e300 }),
-            "`rms_norm_eps` is 1e+300, which is not a number above 0 that f32 reaches",
+            "`rms_norm_eps` is 1e+300, expected a number above 0 in the range of f32",
         ),
         (
             json!({ "num_hidden_layers": 2_000_000_000 }),
-            "`num_hidden_layers` is 2000000000, which is not an integer from 1 to 10000",
+            "`num_hidden_layers` is 2000000000, expected an integer from 1 to 10000",
         ),
         (
             json!({ "tie_word_embeddings": "no" }),
-            "`tie_word_embeddings` is \"no\", which is not true or false",
+            "`tie_word_embeddings` is \"no\", expected true or false",
         ),
         (
             json!({ "hidden_act": "relu2" }),
-            "`hidden_act` is \"relu2\", which is not supported; known: silu, swish, gelu, gelu_new, \
+            "`hidden_act` is \"relu2\", which is not supported; expected silu, swish, gelu, gelu_new, \
              gelu_pytorch_tanh, gelu_fast",
         ),
         (
             json!({ "quantization_config": { "quant_method": "gptq" } }),
-            "`quantization_config.quant_method` is \"gptq\", which is not supported; known: \"bitsandbytes\"",
+            "`quantization_config.quant_method` is \"gptq\", which is not supported; expected \"bitsandbytes\"",
         ),
         (
             json!({ "quantization_config": { "load_in_8bit": true, "llm_int8_threshold": -1.0 } }),
-            "`quantization_config.llm_int8_threshold` is -1.0, which is not a number of 0 or above",
+            "`quantization_config.llm_int8_threshold` is -1.0, expected a number of 0 or above",
         ),
-        (json!({ "head_dim": 15 }), "`head_dim` is 15, which is not an even number"),
+        (json!({ "head_dim": 15 }), "`head_dim` is 15, expected an even number"),
         (
             json!({ "hidden_size": 62, "num_attention_heads": 2, "num_key_value_heads": 2 }),
-            "`hidden_size` is 62, which is not an even multiple of `num_attention_heads`",
+            "`hidden_size` is 62, expected an even multiple of `num_attention_heads`",
         ),
     ] {
         fails("llama", more, message);
@@ -350,7 +350,7 @@ fn contradictions_are_refused() {
             "gemma2",
             json!({ "layer_types": ["chunked_attention", "full_attention", "full_attention"] }),
             "`layer_types` is [\"chunked_attention\",\"full_attention\",\"full_attention\"], which is not \
-             supported; known: full_attention, sliding_attention",
+             supported; expected full_attention, sliding_attention",
         ),
         (
             "gemma2",
@@ -361,17 +361,17 @@ fn contradictions_are_refused() {
         (
             "gemma3_text",
             json!({ "attn_logit_softcapping": 50.0 }),
-            "`attn_logit_softcapping` is 50.0, which is not supported; known: ",
+            "`attn_logit_softcapping` is 50.0, which is not supported; expected ",
         ),
         (
             "gemma3_text",
             json!({ "use_bidirectional_attention": true }),
-            "`use_bidirectional_attention` is true, which is not supported; known: false",
+            "`use_bidirectional_attention` is true, which is not supported; expected false",
         ),
         (
             "gpt2",
             json!({ "add_cross_attention": true }),
-            "`add_cross_attention` is true, which is not supported; known: false",
+            "`add_cross_attention` is true, which is not supported; expected false",
         ),
     ] {
         fails(model_type, more, message);
@@ -384,14 +384,14 @@ fn ropes_that_are_not_computed_are_refused() {
     for (section, message) in [
         (
             json!({ "type": "mrope", "mrope_section": [16, 24, 24] }),
-            "`rope_scaling.type` is \"mrope\", which is not supported; known: default, linear, dynamic, \
+            "`rope_scaling.type` is \"mrope\", which is not supported; expected default, linear, dynamic, \
              llama3, yarn, longrope",
         ),
         (json!({ "factor": 4.0 }), "`rope_scaling.rope_type` is missing"),
         (json!({ "type": "linear" }), "`rope_scaling.factor` is missing"),
         (
             json!({ "type": "linear", "factor": -1.0 }),
-            "`rope_scaling.factor` is -1.0, which is not a number above 0",
+            "`rope_scaling.factor` is -1.0, expected a number above 0",
         ),
         (
             json!({ "type": "linear", "rope_type": "yarn", "factor": 2.0 }),
@@ -399,7 +399,7 @@ fn ropes_that_are_not_computed_are_refused() {
         ),
         (
             json!({ "type": "linear", "factor": 2.0, "beta_fast": 32 }),
-            "`rope_scaling.beta_fast` is 32, which is not supported; known: factor, \
+            "`rope_scaling.beta_fast` is 32, which is not supported; expected factor, \
              original_max_position_embeddings",
         ),
         (
@@ -413,7 +413,7 @@ fn ropes_that_are_not_computed_are_refused() {
         (
             json!({ "type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
                 "original_max_position_embeddings": 16 }),
-            "`rope_scaling.short_factor` is [1.0], which is not a list of 8 numbers above 0",
+            "`rope_scaling.short_factor` is [1.0], expected a list of 8 numbers above 0",
         ),
     ] {
         fails("llama", scaling(section), message);
@@ -432,7 +432,7 @@ fn ropes_that_are_not_computed_are_refused() {
     fails(
         "phi3",
         json!({ "partial_rotary_factor": 0.2 }),
-        "`partial_rotary_factor` is 0.2, which is not a share that turns an even number, not 0, of the 16 \
+        "`partial_rotary_factor` is 0.2, expected a share that rotates an even number above 0 of the 16 \
          dimensions of a head",
     );
 }
@@ -442,7 +442,7 @@ fn a_part_of_a_head_is_named_where_it_stands() {
     fails(
         "phi3",
         json!({ "rope_parameters": { "rope_theta": 1e4, "partial_rotary_factor": 0.2 } }),
-        "`rope_parameters.partial_rotary_factor` is 0.2, which is not a share that turns an even number, not 0, \
+        "`rope_parameters.partial_rotary_factor` is 0.2, expected a share that rotates an even number above 0 \
          of the 16 dimensions of a head",
     );
 }
@@ -478,11 +478,11 @@ fn yarn_takes_what_its_files_say() {
 #[test]
 fn what_is_no_config_is_refused() {
     let error = |text: &str| DecoderConfig::from_json(text).expect_err(text).to_string();
-    assert_eq!(error("[1]"), "config.json is not an object");
+    assert_eq!(error("[1]"), "config.json is not a JSON object");
     assert_eq!(error("{}"), "config.json: `model_type` is missing");
     assert_eq!(
         error(r#"{"model_type": "mamba"}"#),
-        "config.json: `model_type` is \"mamba\", which is none of llama, mistral, qwen2, qwen3, gemma2, \
+        "config.json: `model_type` is \"mamba\", expected one of llama, mistral, qwen2, qwen3, gemma2, \
          gemma3_text, phi3, gpt2"
     );
     assert!(error("{").starts_with("config.json is not JSON: "));

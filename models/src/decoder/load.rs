@@ -537,7 +537,7 @@ impl<'a> Loader<'a> {
 
     /// Loads a dense parameter.
     fn tensor<const D: usize>(&self, stored: Stored<'_>) -> Result<Tensor<D>, Error> {
-        let tensor = stored.dense().expect("what is no matrix of a layer is dense");
+        let tensor = stored.dense().expect("tensors outside of the layers' matrices are dense");
         let shape = tensor.shape.clone();
         if self.outline {
             return Ok(Tensor::empty(shape, (self.device, self.dtype.into())));

@@ -141,7 +141,7 @@ impl Repeated {
         let run: Run = Box::new(move || own.logits(own.layers(&memory, &step)?));
         let mut graph = ops::capture_alone(&of.device, run);
         if !graph.is_hardware() {
-            log::warn!("a step could not be captured; each of its kernels is launched by itself");
+            log::warn!("a step could not be captured; its kernels are launched one by one");
         }
         // Capturing records the kernels and does not run them.
         // SAFETY: as above.

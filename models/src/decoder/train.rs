@@ -507,5 +507,5 @@ fn given(out: Tensor<2>, dout: Tensor<2>) -> Gradients {
 }
 
 fn taken(leaf: &Tensor<2>, gradients: &mut Gradients) -> Tensor<2> {
-    leaf.grad_remove(gradients).expect("what leaves a graph was made of its leaves")
+    leaf.grad_remove(gradients).expect("the outputs of a graph depend on its inputs")
 }

@@ -34,8 +34,9 @@ fn told(
         && !quantized().any(|(format, _)| format.bits() == bits)
     {
         lines.push(format!(
-            "config.json: `quantization_config.load_in_{bits}bit` is true, and no matrix of a layer is in {bits} bits; \
-             they are loaded as the files have them, and --quant {own} quantises those that are dense"
+            "config.json: `quantization_config.load_in_{bits}bit` is true, but no layer matrix \
+             has {bits} bits; they keep the format of the files, and --quant {own} quantises the \
+             dense ones"
         ));
     }
     let Some(quant) = quant else { return lines };
@@ -44,8 +45,8 @@ fn told(
         if kept.bits() == quant.bits() && kept != quant {
             let kept = kept.name().to_uppercase();
             lines.push(format!(
-                "{count} of the matrices are in {kept} in the files and stay so: --quant {quant} quantises those that are \
-                 dense{more}"
+                "{count} of the matrices stay in {kept}, as in the files: --quant {quant} \
+                 quantises matrices that are dense{more}"
             ));
         }
     }
@@ -79,7 +80,7 @@ mod tests {
         let found = BTreeMap::from([(None, 2), (Some(Fp4), 7)]);
         for claimed in [None, Some(4)] {
             let said = told(claimed, &found, Some(Nf4));
-            let start = "7 of the matrices are in FP4";
+            let start = "7 of the matrices stay in FP4";
             assert!(said.len() == 1 && said[0].starts_with(start), "{said:?}");
             assert!(said[0].ends_with("that are dense or in 8 bits"), "{said:?}");
             assert!(told(claimed, &found, None).is_empty());

@@ -57,13 +57,13 @@ fn everything_that_is_wrong_is_said_at_once() {
     let error = with("llama", &tensors).expect_err("spoiled");
     assert_eq!(
         error.to_string(),
-        "tensors are damaged, or not those of config.json: 2 missing, 2 unused, 2 wrong\n\
+        "tensors are damaged or do not match config.json: 2 missing, 2 unused, 2 wrong\n\
          missing: model.layers.1.mlp.up_proj.weight\n\
          missing: model.norm.weight\n\
          unused: adapter\n\
          unused: model.layers.2.mlp.up_proj.weight\n\
-         wrong: tensor model.layers.0.self_attn.q_proj.weight: has shape [64, 16] where [32, 32] was expected\n\
-         wrong: tensor lm_head.weight: is I64 where F16 or BF16 or F32 was expected"
+         wrong: tensor model.layers.0.self_attn.q_proj.weight: has shape [64, 16], expected [32, 32]\n\
+         wrong: tensor lm_head.weight: is I64, expected F16 or BF16 or F32"
     );
 }
 
@@ -78,16 +78,16 @@ fn pointers_of_git_lfs_and_gguf_files_are_named() {
         }
         fs::write(folder.path().join(file), pointer).expect("written");
         let error = Weights::open(folder.path()).expect_err("a pointer");
-        assert_eq!(error.hint(), "\nhint: `git lfs pull` in its folder fetches the file");
+        assert_eq!(error.hint(), "\nhint: fetch the file with `git lfs pull` in its folder");
         let refused = error.to_string();
         assert!(refused.contains(file), "{refused}");
-        assert!(refused.contains("it is a pointer of git-lfs, not the file"), "{refused}");
+        assert!(refused.contains("it is a git-lfs pointer instead of the file"), "{refused}");
     }
     let folder = tempfile::tempdir().expect("a folder for the test");
     let path = folder.path().join("model-q4_0.gguf");
     fs::write(&path, "GGUF").expect("written");
     let refused = Weights::open(&path).expect_err("a file").to_string();
-    assert!(refused.contains("it is a file of GGUF"), "{refused}");
+    assert!(refused.contains("it is a GGUF file"), "{refused}");
 }
 
 #[test]
@@ -104,8 +104,8 @@ fn what_cannot_be_quantised_is_named() {
         assert_eq!(
             error.to_string(),
             format!(
-                "tensor {name}: the weight holds infinities or NaN\n\
-                 hint: codes of 4 or 8 bits stand for finite numbers only"
+                "tensor {name}: expected a finite weight, got infinities or NaN\n\
+                 hint: keep the weight dense, or repair its values"
             )
         );
     }
@@ -183,7 +183,7 @@ fn a_broken_quantisation_is_wrong_not_unused() {
     };
     assert!(missing.is_empty() && unused.is_empty(), "{unused:?}");
     let [why] = &wrong[..] else { panic!("{wrong:?}") };
-    assert_eq!(why.to_string(), format!("tensor {name}.quant_map: is not there"));
+    assert_eq!(why.to_string(), format!("tensor {name}.quant_map: is missing"));
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn shards_that_are_cut_or_gone() {
     );
     fs::remove_file(&shard).expect("there");
     let error = Weights::open(folder.path()).expect_err("gone").to_string();
-    assert!(error.contains("model-00002-of-00004.safetensors, which is not there"), "{error}");
+    assert!(error.contains("model-00002-of-00004.safetensors, which does not exist"), "{error}");
     fs::remove_file(folder.path().join("config.json")).expect("there");
     let error = Weights::open(folder.path()).expect_err("no config").to_string();
     assert!(error.contains("config.json: "), "{error}");

@@ -544,7 +544,7 @@ fn a_batch_that_teaches_nothing_is_refused() {
     for batch in
         [vec![], vec![one(&[3], 0)], vec![one(&[3, 4], 2)], vec![one(&[3, 4], 0), one(&[], 0)]]
     {
-        assert!(refused(&batch).starts_with("there is nothing to learn"), "{batch:?}");
+        assert!(refused(&batch).starts_with("a batch has no tokens to learn"), "{batch:?}");
     }
     assert!(refused(&[one(&[3, 9999], 0)]).contains("token 9999"));
     assert!(refused(&[one(&[3; 129], 0)]).contains("129 positions"));

@@ -103,7 +103,7 @@ fn a_tied_head_is_the_embedding() {
     assert_eq!(values(head), values(weights.weight(Slot::Embedding).expect("there")));
     assert!(weights.config().params().iter().all(|param| param.slot != Slot::Head));
     let error = weights.weight(Slot::Positions).expect_err("turned, not learned");
-    assert_eq!(error.to_string(), "tensor Positions: is not there");
+    assert_eq!(error.to_string(), "tensor Positions: is missing");
     assert!(weights.bias(Slot::FinalNorm).expect("readable").is_none());
 }
 

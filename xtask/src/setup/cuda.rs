@@ -41,10 +41,10 @@ impl CudaHome {
             .iter()
             .map(|dir| root.join(dir))
             .find(|dir| nvrtc_in(dir).is_some())
-            .ok_or_else(|| format!("{} lacks libnvrtc", root.display()))?;
+            .ok_or_else(|| format!("{} has no libnvrtc", root.display()))?;
         for file in ["bin/ptxas", "include/cuda_fp16.h", "include/cuda_runtime.h"] {
             if !has_bytes(&root.join(file)) {
-                return Err(format!("{} lacks {file}", root.display()));
+                return Err(format!("{} has no {file}", root.display()));
             }
         }
         Ok(Self { root: root.to_owned(), libraries })
@@ -79,12 +79,12 @@ pub(super) fn installed_or_fetched() -> Result<Result<CudaHome, Missing>> {
         return Ok(Err("needs ptxas (its wheels exist for Linux only)".into()));
     }
     if !has_pip() {
-        match apt::install(&["python3-pip"], "the CUDA compiler comes as Python wheels")? {
+        match apt::install(&["python3-pip"], "the CUDA compiler is distributed as Python wheels")? {
             Ok(()) => {}
             Err(commands) => return Ok(Err(format!("needs ptxas (fetched by pip: {commands})"))),
         }
     }
-    let cache = dirs::cache_dir().context("this user has no cache folder")?;
+    let cache = dirs::cache_dir().context("no cache folder for this user")?;
     let home = cache.join(CACHE);
     announce(&format!("fetching the CUDA 13.0 compiler and assembler into {}", home.display()));
     fetch(&home).map(|result| result.map_err(|why| format!("needs ptxas ({why})")))
@@ -98,7 +98,7 @@ fn has_pip() -> bool {
 /// Downloads and unpacks into a temporary folder next to the final one, then renames it, so that an incomplete folder
 /// is never used. The inner error is a failed download.
 fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
-    let parent = home.parent().context("the cache folder has no parent")?;
+    let parent = home.parent().context("the cache folder has no parent folder")?;
     fs::create_dir_all(parent).map_err(|why| cannot_write(parent, &why))?;
     let work = tempfile::Builder::new().prefix(".cuda-").tempdir_in(parent);
     let work = work.map_err(|why| cannot_write(parent, &why))?;
@@ -128,7 +128,8 @@ fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
     }
     let root = tree.join("nvidia/cu13");
     complete(&root)?;
-    CudaHome::open(&root).map_err(|why| check(format!("the wheels do not fit together: {why}")))?;
+    CudaHome::open(&root)
+        .map_err(|why| check(format!("the wheels are incompatible with each other: {why}")))?;
     if home.exists() {
         // An earlier download that has since lost files.
         fs::remove_dir_all(home).with_context(|| format!("cannot replace {}", home.display()))?;
@@ -138,7 +139,7 @@ fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
         return CudaHome::open(home)
             .map(Ok)
             .map_err(|_| error)
-            .with_context(|| format!("cannot make {}", home.display()));
+            .with_context(|| format!("cannot create {}", home.display()));
     }
     Ok(CudaHome::open(home))
 }
@@ -149,7 +150,7 @@ fn complete(root: &Path) -> Result<()> {
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     }
     let lib = root.join("lib");
-    let nvrtc = nvrtc_in(&lib).context("the wheels hold no libnvrtc")?;
+    let nvrtc = nvrtc_in(&lib).context("the wheels contain no libnvrtc")?;
     if nvrtc != "libnvrtc.so" {
         symlink(&nvrtc, lib.join("libnvrtc.so"))?;
     }
@@ -227,14 +228,14 @@ mod tests {
         complete(dir.path()).unwrap();
         fs::remove_file(dir.path().join("bin/ptxas")).unwrap();
         let missing = CudaHome::open(dir.path()).unwrap_err();
-        assert!(missing.ends_with("lacks bin/ptxas"), "{missing}");
+        assert!(missing.ends_with("has no bin/ptxas"), "{missing}");
         fs::write(dir.path().join("bin/ptxas"), "").unwrap();
         let empty = CudaHome::open(dir.path()).unwrap_err();
         assert_eq!(empty, missing);
         fs::write(dir.path().join("bin/ptxas"), "something").unwrap();
         fs::write(dir.path().join("lib/libnvrtc.so.13"), "").unwrap();
         let empty = CudaHome::open(dir.path()).unwrap_err();
-        assert!(empty.ends_with("lacks libnvrtc"), "{empty}");
+        assert!(empty.ends_with("has no libnvrtc"), "{empty}");
     }
 
     #[test]

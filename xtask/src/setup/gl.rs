@@ -24,7 +24,7 @@ pub(super) fn present() -> Result<(), Missing> {
     }
 }
 
-/// Installs Mesa if there is no driver and this user may.
+/// Installs Mesa if no driver is present and this user has the permission.
 pub(super) fn prepare() -> Result<Result<(), Missing>> {
     let Err(reason) = present() else { return Ok(Ok(())) };
     match apt::install(&PACKAGES, &format!("backend webgpu {reason}"))? {

@@ -1,4 +1,4 @@
-//! The LLVM that CubeCL's CUDA and CPU back ends link.
+//! The LLVM that CubeCL's CUDA and CPU backends link.
 //!
 //! Their build dependency `tracel-llvm-bundler` downloads a prebuilt LLVM into a folder of the user. If the download is
 //! unreachable, xtask fills the folder with a stand-in for `llvm-config`. This script forwards to the distribution's
@@ -27,14 +27,14 @@ const VERSIONS: [u32; 2] = [22, 23];
 
 /// Makes sure that the next build finds an LLVM or can download one.
 pub(super) fn prepare() -> Result<()> {
-    let data = dirs::data_local_dir().context("this user has no folder for local data")?;
+    let data = dirs::data_local_dir().context("no folder for local data of this user")?;
     let folder = data.join(format!("tracel/tracel-llvm-{RELEASE}"));
     if folder.join(SENTINEL).exists() {
         if runs(&folder.join("bin/llvm-config")) {
             return Ok(());
         }
         // The bundler trusts the folder without checking it.
-        announce(&format!("{} holds no LLVM that runs; it is made anew", folder.display()));
+        announce(&format!("{} has no working LLVM; it is created again", folder.display()));
         fs::remove_dir_all(&folder).map_err(|why| cannot_write(&folder, &why))?;
     }
     if can_download(&format!("{DOWNLOADS}/v{RELEASE}/{}", checksum_file()?)) {
@@ -43,11 +43,11 @@ pub(super) fn prepare() -> Result<()> {
     }
     let real = distribution_llvm()?;
     write_folder(&folder, &real)?;
-    announce(&format!("LLVM cannot be downloaded; {} serves instead", real.display()));
+    announce(&format!("LLVM cannot be downloaded; using {} instead", real.display()));
     Ok(())
 }
 
-/// True if this `llvm-config` prints its version. A symlink may dangle, or a stand-in forward to nothing.
+/// True if this `llvm-config` prints its version. A symlink or a stand-in may point to a missing file.
 fn runs(config: &Path) -> bool {
     let asked = Command::new(config).arg("--version").output();
     asked.is_ok_and(|out| out.status.success() && !out.stdout.trim_ascii().is_empty())
@@ -58,7 +58,7 @@ fn checksum_file() -> Result<String> {
     let os = match std::env::consts::OS {
         "linux" => "linux",
         "macos" => "macos",
-        other => return Err(usage(format!("no LLVM is known for {other}"), "use Linux")),
+        other => return Err(usage(format!("LLVM is not available for {other}"), "use Linux")),
     };
     let arch = if cfg!(target_arch = "aarch64") { "AArch64" } else { "x64" };
     Ok(format!("{os}-{arch}.checksums.json"))
@@ -106,12 +106,12 @@ fn distribution_llvm() -> Result<PathBuf> {
     match apt::install(&absent, why)? {
         Ok(()) if real.exists() => Ok(real),
         Ok(()) => Err(usage(
-            format!("{llvm_dev} was installed and {} is still missing", real.display()),
-            "install LLVM 22 or 23 by hand",
+            format!("{llvm_dev} was installed, but {} is still missing", real.display()),
+            "install LLVM 22 or 23 manually",
         )),
         Err(commands) => Err(usage(
             format!("{why}, and these packages are missing: {}", absent.join(" ")),
-            format!("without root this cannot be mended here; run\n  {commands}"),
+            format!("run this as root:\n  {commands}"),
         )),
     }
 }
@@ -133,7 +133,7 @@ fn write_folder(folder: &Path, real: &Path) -> Result<()> {
     write().map_err(|why| cannot_write(folder, &why))
 }
 
-/// The stand-in for `llvm-config`. It keeps only the targets that the back ends use.
+/// The stand-in for `llvm-config`. It keeps only the targets that the backends use.
 fn script(real: &Path) -> String {
     let host = if cfg!(target_arch = "aarch64") { "AArch64" } else { "X86" };
     include_str!("llvm-config.sh")

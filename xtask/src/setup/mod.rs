@@ -86,11 +86,7 @@ fn absent_driver(
 ) -> Option<(Backend, &'static str, &'static str)> {
     let Selection::List(list) = selection else { return None };
     let drivers = [
-        (
-            Backend::Cuda,
-            "libcuda.so.1",
-            "install the NVIDIA driver, 580 or newer, which NVRTC 13 needs",
-        ),
+        (Backend::Cuda, "libcuda.so.1", "install NVIDIA driver 580 or newer, which NVRTC 13 needs"),
         (
             Backend::Vulkan,
             "libvulkan.so.1",
@@ -109,8 +105,8 @@ fn announce(what: &str) {
 fn cannot_write(folder: &Path, why: &io::Error) -> anyhow::Error {
     usage(
         format!("cannot write {}: {why}", folder.display()),
-        "make it and the folders above writable, or set HOME, XDG_DATA_HOME and XDG_CACHE_HOME to \
-         folders that are",
+        "make it and its parent folders writable, or set HOME, XDG_DATA_HOME and XDG_CACHE_HOME \
+         to writable folders",
     )
 }
 
@@ -129,7 +125,7 @@ fn toolchain() -> Result<()> {
     if absent.is_empty() {
         return Ok(());
     }
-    let what = format!("no compiler `{}`, which build scripts call", absent.join("`, `"));
+    let what = format!("compiler `{}` is missing, which build scripts need", absent.join("`, `"));
     match apt::install(&["gcc", "g++", "libc6-dev"], &what)? {
         Ok(()) => Ok(()),
         Err(commands) => Err(usage(what, format!("install one, on Debian with: {commands}"))),

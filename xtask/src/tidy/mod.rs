@@ -1,4 +1,4 @@
-//! `cargo xtask tidy`: checks the rules of the project that no compiler checks.
+//! `cargo xtask tidy`: checks the project rules that the compiler cannot check.
 
 mod rules;
 
@@ -21,7 +21,7 @@ pub(crate) fn run() -> Result<()> {
     Ok(())
 }
 
-/// Checks every file that is tracked or would be with the next commit. Returns their number.
+/// Checks every file that is tracked or not ignored. Returns the number of files.
 pub(crate) fn check_tree(root: &Path) -> Result<usize> {
     let files = tracked(root)?;
     let mut findings = rules::top_level(&files);
@@ -43,7 +43,7 @@ pub(crate) fn check_tree(root: &Path) -> Result<usize> {
     if findings.is_empty() {
         return Ok(files.len());
     }
-    Err(check(format!("{} rules are broken:\n{}", findings.len(), findings.join("\n"))))
+    Err(check(format!("{} rule violations:\n{}", findings.len(), findings.join("\n"))))
 }
 
 /// Paths relative to the root, without files deleted since the last commit.
@@ -57,7 +57,7 @@ fn tracked(root: &Path) -> Result<Vec<String>> {
         let log = String::from_utf8_lossy(&output.stderr);
         return Err(check(format!("git cannot list the files: {}", log.trim())));
     }
-    let names = String::from_utf8(output.stdout).context("a file name is no UTF-8")?;
+    let names = String::from_utf8(output.stdout).context("a file name is not UTF-8")?;
     let there = |name: &&str| !name.is_empty() && root.join(name).symlink_metadata().is_ok();
     Ok(names.split('\0').filter(there).map(str::to_owned).collect())
 }
@@ -78,7 +78,7 @@ fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
         name: String,
     }
     let metadata: Metadata = serde_json::from_str(&metadata(root)?)
-        .context("`cargo metadata` printed something else")?;
+        .context("`cargo metadata` printed unexpected output")?;
     let names = |package: Package| {
         (package.name, package.dependencies.into_iter().map(|d| d.name).collect())
     };

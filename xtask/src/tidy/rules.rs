@@ -67,7 +67,8 @@ pub(super) fn top_level(files: &[String]) -> Vec<String> {
         .filter(|name| !name.starts_with('.'))
         .collect();
     let agreed = BTreeSet::from(TOP_LEVEL);
-    let extra = found.difference(&agreed).map(|name| format!("{name}: not of the top level"));
+    let extra =
+        found.difference(&agreed).map(|name| format!("{name}: not an allowed top-level entry"));
     let absent = agreed.difference(&found).map(|name| format!("{name}: missing at the top level"));
     extra.chain(absent).collect()
 }
@@ -76,7 +77,7 @@ pub(super) fn top_level(files: &[String]) -> Vec<String> {
 pub(super) fn size(file: &str, bytes: u64) -> Option<String> {
     let (carried, own) = CARRIED;
     let max = if file == carried { own } else { SIZE };
-    (bytes > max).then(|| format!("{file}: {bytes} bytes, over {max}"))
+    (bytes > max).then(|| format!("{file}: {bytes} bytes, expected at most {max}"))
 }
 
 /// Checks [`FORBIDDEN_DEPENDENCIES`].
@@ -92,11 +93,11 @@ pub(super) fn dependencies(packages: &BTreeMap<String, Vec<String>>) -> Vec<Stri
     findings
 }
 
-/// Words that open no doc comment, which begins with a verb or the noun that it defines.
+/// Words that must not open a doc comment; it begins with a verb or the noun that it defines.
 const OPENERS: [&str; 9] =
     ["What", "Of", "Whether", "Where", "Who", "How", "That", "Those", "As in"];
 
-/// Words of this project alone, with the field's term.
+/// Words of this project only, with the term of the field.
 const PRIVATE_WORDS: [(&str, &str); 8] = [
     (concat!("half ", "sums"), "f16 accumulators"),
     (concat!("turned ", "heads"), "RoPE outputs"),
@@ -178,7 +179,7 @@ pub(super) fn lines(file: &str, text: &str) -> Vec<String> {
 fn source_line(file: &str, line: &str, found: &mut impl FnMut(&str)) {
     let name = file.rsplit('/').next().unwrap_or(file);
     if !OPTIONAL_PARTS.contains(&file) && line.contains(concat!("cfg", "(feature")) {
-        found("a build option; choices are made at run time");
+        found("uses a build option; make the choice at run time");
     }
     if line.contains(concat!("#[al", "low(")) || line.contains(concat!("#![al", "low(")) {
         found("a lint is silenced without a reason; use `expect` with one");
@@ -194,13 +195,13 @@ fn source_line(file: &str, line: &str, found: &mut impl FnMut(&str)) {
         }
     }
     if name != "timing.rs" && !file.starts_with("xtask/") && reads_clock(line) {
-        found("reads the clock; timing.rs is the one place that measures");
+        found("reads the clock; only timing.rs may measure");
     }
     if file.starts_with("kernels/") && line.contains("burn::") {
-        found("kernels do not know Burn");
+        found("kernels must not use Burn");
     }
     if file.starts_with("models/") && line.contains("cubecl") {
-        found("models do not know CubeCL");
+        found("models must not use CubeCL");
     }
 }
 
@@ -243,7 +244,7 @@ mod tests {
         other.push("scripts/run".into());
         assert_eq!(
             top_level(&other),
-            ["scripts: not of the top level", "Cargo.lock: missing at the top level"]
+            ["scripts: not an allowed top-level entry", "Cargo.lock: missing at the top level"]
         );
     }
 

@@ -58,8 +58,8 @@ pub(super) fn reading(index: usize, before: Option<Times>, now: Option<Times>) -
     reading.lack(
         &lack(
             Why::NotTold,
-            "/proc does not tell it of a CPU",
-            "`sensors` of lm-sensors and `turbostat` do",
+            "/proc does not report it for a CPU",
+            "use `sensors` of lm-sensors, or `turbostat`",
         ),
         &UNTOLD,
     );
@@ -68,8 +68,8 @@ pub(super) fn reading(index: usize, before: Option<Times>, now: Option<Times>) -
         let lack = match now {
             Some(_) => lack(
                 Why::TooSoon,
-                "load is what was between two samples, and no time passed",
-                "ask again after 10 ms or more",
+                "load is measured between two samples, but no time has passed",
+                "sample again after at least 10 ms",
             ),
             None => unread("/proc/stat"),
         };
@@ -94,7 +94,7 @@ fn lack(why: Why, said: &str, hint: &str) -> Lack {
 }
 
 fn unread(file: &str) -> Lack {
-    lack(Why::Failed, &format!("{file} cannot be read"), "Linux has it where /proc is mounted")
+    lack(Why::Failed, &format!("cannot read {file}"), "run on Linux with /proc mounted")
 }
 
 /// Returns the bytes that are not available, and the total.

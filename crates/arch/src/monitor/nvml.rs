@@ -102,31 +102,31 @@ pub(super) fn lack(error: &NvmlError) -> Lack {
     let (why, said, hint) = match error {
         NvmlError::LibloadingError(_) | NvmlError::LibraryNotFound => (
             Why::NvmlNotFound,
-            "NVML (libnvidia-ml.so.1) is not found, so NVIDIA cards tell nothing".to_owned(),
-            "install the NVIDIA driver, or give a container its `utility` capability; without an \
-             NVIDIA card there is nothing to do",
+            "NVML (libnvidia-ml.so.1) is not found, so NVIDIA cards report nothing".to_owned(),
+            "install the NVIDIA driver, or give a container its `utility` capability; ignore this \
+             without an NVIDIA card",
         ),
         NvmlError::DriverNotLoaded | NvmlError::LibRmVersionMismatch => (
             Why::Driver,
-            format!("NVML finds no driver that it fits: {error}"),
-            "after an update of the driver, restart the machine; `nvidia-smi` must list a card",
+            format!("NVML found no matching driver: {error}"),
+            "restart the machine after a driver update, and check that `nvidia-smi` lists a card",
         ),
         NvmlError::NoPermission => (
             Why::NoPermission,
-            "NVML does not answer this user: permission denied".to_owned(),
+            "NVML denies this user permission".to_owned(),
             "run as a user who may open /dev/nvidiactl and /dev/nvidia0, or as root",
         ),
         NvmlError::NotSupported
         | NvmlError::FunctionNotFound
         | NvmlError::FailedToLoadSymbol(_) => (
             Why::NotSupported,
-            "the card or its driver does not have it".to_owned(),
-            "nothing to do; on a card that is split by MIG, ask its host",
+            "the card or its driver does not support it".to_owned(),
+            "ignore this; on a card that is split by MIG, ask its host",
         ),
         other => (
             Why::Failed,
             format!("NVML failed: {other}"),
-            "`nvidia-smi` and the kernel's log (`dmesg | grep NVRM`) may say why",
+            "look for the cause with `nvidia-smi` and in the kernel's log (`dmesg | grep NVRM`)",
         ),
     };
     Lack { why, quantities: Vec::new(), said, hint: hint.to_owned() }

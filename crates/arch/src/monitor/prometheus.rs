@@ -11,29 +11,29 @@ const METRICS: [Metric; 12] = [
     ("temperature_celsius", "gauge", "Temperature of the processor.", |r| {
         r.temperature_c.map(f64::from)
     }),
-    ("power_watts", "gauge", "Power that is drawn.", |r| r.power_w),
-    ("power_limit_watts", "gauge", "Power limit that is enforced.", |r| r.power_limit_w),
+    ("power_watts", "gauge", "Power draw.", |r| r.power_w),
+    ("power_limit_watts", "gauge", "Enforced power limit.", |r| r.power_limit_w),
     ("sm_clock_hertz", "gauge", "Clock of the multiprocessors.", |r| r.sm_clock_mhz.map(hertz)),
     ("sm_clock_max_hertz", "gauge", "Highest clock of the multiprocessors.", |r| {
         r.sm_clock_max_mhz.map(hertz)
     }),
     ("memory_clock_hertz", "gauge", "Clock of the memory.", |r| r.memory_clock_mhz.map(hertz)),
-    ("memory_used_bytes", "gauge", "Memory that is not free.", |r| {
+    ("memory_used_bytes", "gauge", "Used memory.", |r| {
         r.memory_used_bytes.map(|bytes| bytes as f64)
     }),
-    ("memory_total_bytes", "gauge", "Memory that there is.", |r| {
+    ("memory_total_bytes", "gauge", "Total memory.", |r| {
         r.memory_total_bytes.map(|bytes| bytes as f64)
     }),
-    ("utilisation_ratio", "gauge", "Share of the time in which it worked.", |r| {
+    ("utilisation_ratio", "gauge", "Share of the time with work running.", |r| {
         r.utilisation_percent.map(ratio)
     }),
     (
         "memory_utilisation_ratio",
         "gauge",
-        "Share of the time in which memory was read or written.",
+        "Share of the time during which memory was read or written.",
         |r| r.memory_utilisation_percent.map(ratio),
     ),
-    ("fan_ratio", "gauge", "Speed of the first fan, of its highest.", |r| {
+    ("fan_ratio", "gauge", "Speed of the first fan as a share of its maximum.", |r| {
         r.fan_percent.map(|percent| ratio(percent.into()))
     }),
     ("energy_joules_total", "counter", "Energy since the driver was loaded.", |r| r.energy_j),
@@ -68,7 +68,13 @@ pub fn prometheus(readings: &[Reading]) -> String {
             })
         })
         .collect();
-    family(&mut text, "throttled", "gauge", "Whether a reason holds clocks down.", &throttled);
+    family(
+        &mut text,
+        "throttled",
+        "gauge",
+        "1 if this reason reduces the clocks, otherwise 0.",
+        &throttled,
+    );
     text
 }
 

@@ -65,11 +65,11 @@ impl Reading {
         if let Some(share) = self.memory_share().filter(|share| *share > FULL_SHARE) {
             let advice = match self.kind {
                 Kind::Cpu => {
-                    "end other programs, or load a smaller model: the system is about to end one"
+                    "end other programs or load a smaller model, before the system kills one"
                 }
                 Kind::Nvidia | Kind::Adapter => {
-                    "fewer sequences at once or a shorter context, the model in 4 bits (`--quant nf4`), \
-                     or end other programs on this card: `nvidia-smi` lists them"
+                    "run fewer sequences at once, shorten the context, load the model in 4 bits \
+                     (`--quant nf4`), or end other programs on this card: `nvidia-smi` lists them"
                 }
             };
             let said = format!("{:.1} % of its memory is in use", share * 100.0);
@@ -79,9 +79,9 @@ impl Reading {
             warn(
                 WarningKind::LowUtilisation,
                 format!("kernels run {percent:.0} % of the time, with memory in use and clocks up"),
-                "more sequences at once (`--batch`, `--completions`) or longer prompts; if that does \
-                 not help, the host is late: launches are not replayed from a graph, or data comes \
-                 slowly",
+                "run more sequences at once (`--batch`, `--completions`) or longer prompts; if \
+                 that does not help, the host is the bottleneck: launches are not replayed from a \
+                 graph, or data loads slowly",
             );
         }
         all
@@ -126,26 +126,27 @@ fn throttled(
             return None;
         }
         ThrottleReason::PowerCap => (
-            "clocks are held down by the power limit",
-            "normal under a large matmul; a higher limit is faster where supply and cooling allow \
-             it: `nvidia-smi -q -d POWER` has the range, `sudo nvidia-smi -pl WATTS` sets it",
+            "the power limit reduces the clocks",
+            "ignore this under a large matmul, or raise the limit if supply and cooling allow it: \
+             `nvidia-smi -q -d POWER` prints the range, `sudo nvidia-smi -pl WATTS` sets it",
         ),
         ThrottleReason::HardwareSlowdown => (
             "the card has at least halved its clocks: heat, a power brake or too much current",
-            "check cooling, the power supply and its cables; `nvidia-smi -q -d PERFORMANCE` has more",
+            "check cooling, the power supply and its cables; `nvidia-smi -q -d PERFORMANCE` \
+             prints details",
         ),
         ThrottleReason::SyncBoost => (
-            "clocks are held down by another card of the sync boost group",
+            "another card of the sync boost group reduces the clocks",
             "look for the card of the group that has another reason",
         ),
         ThrottleReason::ThermalSlowdown => {
-            ("clocks are held down by heat of the card or of its memory", COOL)
+            ("heat of the card or of its memory reduces the clocks", COOL)
         }
         ThrottleReason::HardwareThermalSlowdown => {
-            ("the card has at least halved its clocks for heat", COOL)
+            ("the card has at least halved its clocks because of heat", COOL)
         }
         ThrottleReason::PowerBrake => (
-            "the power supply has the card at least halve its clocks",
+            "the power supply makes the card at least halve its clocks",
             "check that the supply has enough watts and that every power cable of the card is plugged \
              in; in a server, ask for its power budget",
         ),

@@ -30,10 +30,10 @@ fn a_folder_without_weights_says_what_it_has_instead() {
         (&["config.json"][..], None),
         (
             &["model-00001-of-00002.safetensors", "model.bin"],
-            Some("lacks the index that says which"),
+            Some("download model.safetensors.index.json"),
         ),
-        (&["pytorch_model.bin"], Some("as PyTorch pickles them")),
-        (&["model-q4_0.gguf"], Some("weights for llama.cpp")),
+        (&["pytorch_model.bin"], Some("PyTorch pickles")),
+        (&["model-q4_0.gguf"], Some("GGUF weights for llama.cpp")),
     ] {
         let folder = tempfile::tempdir().expect("temporary folder");
         for file in files {
@@ -114,68 +114,68 @@ fn offset(to: &'static str) -> Change {
 fn states_that_are_broken() {
     let fp4 = "linear.weight.quant_state.bitsandbytes__fp4";
     let cases: Vec<(Change, &str)> = vec![
-        (drop(STATE), "bitsandbytes__nf4: is not there"),
-        (drop("linear.weight"), "tensor linear.weight: is not there"),
-        (drop("linear.weight.absmax"), "linear.weight.absmax: is not there"),
-        (drop("linear.weight.quant_map"), "linear.weight.quant_map: is not there"),
-        (drop("linear.weight.nested_absmax"), "nested_absmax: is not there"),
-        (drop("linear.weight.nested_quant_map"), "nested_quant_map: is not there"),
-        (state("}", ""), "is no quantization state: EOF"),
+        (drop(STATE), "bitsandbytes__nf4: is missing"),
+        (drop("linear.weight"), "tensor linear.weight: is missing"),
+        (drop("linear.weight.absmax"), "linear.weight.absmax: is missing"),
+        (drop("linear.weight.quant_map"), "linear.weight.quant_map: is missing"),
+        (drop("linear.weight.nested_absmax"), "nested_absmax: is missing"),
+        (drop("linear.weight.nested_quant_map"), "nested_quant_map: is missing"),
+        (state("}", ""), "is not a quantization state: EOF"),
         (state("blocksize", "size"), "unknown field `size`"),
         (state("\"nested_blocksize\": 256, ", ""), "nested keys are missing"),
-        (state("\"nf4\"", "\"int4\""), "quantization of type \"int4\""),
+        (state("\"nf4\"", "\"int4\""), "nf4 or fp4, got \"int4\""),
         (
             state("\"nf4\"", "\"fp4\""),
-            "linear.weight.quant_state.bitsandbytes__nf4: says that the type is fp4, and is named as one of type nf4",
+            "linear.weight.quant_state.bitsandbytes__nf4: has type fp4, but its name says nf4",
         ),
-        (state("\"blocksize\": 64", "\"blocksize\": 48"), "blocks of 48 values"),
-        (state("\"blocksize\": 64", "\"blocksize\": 0"), "blocks of 0 values"),
+        (state("\"blocksize\": 64", "\"blocksize\": 48"), "block size of 48,"),
+        (state("\"blocksize\": 64", "\"blocksize\": 0"), "block size of 0,"),
         (
             state("\"blocksize\": 64", "\"blocksize\": 128"),
-            "linear.weight.absmax: has shape [272]; the weight in blocks of 128 values has [136]",
+            "linear.weight.absmax: has shape [272], expected [136] for a block size of 128",
         ),
-        (state("256", "128"), "nested blocks of 128 values"),
-        (state("bfloat16", "float64"), "dtype \"float64\""),
-        (state("\"float32\"", "\"float16\""), "nested dtype \"float16\""),
-        (state("[136, 128]", "[136, 130]"), "does not hold 17680 values of 4 bits"),
+        (state("256", "128"), "nested block size of 128,"),
+        (state("bfloat16", "float64"), "unsupported dtype \"float64\""),
+        (state("\"float32\"", "\"float16\""), "unsupported nested dtype \"float16\""),
+        (state("[136, 128]", "[136, 130]"), "expected 17680 4-bit values"),
         (
             state("[136, 128]", "[4294967296, 4294967296]"),
             "shape [4294967296, 4294967296] is too large",
         ),
-        (state("[136, 128]", "[17408]"), "where 2 axes were expected"),
+        (state("[136, 128]", "[17408]"), "expected 2 axes"),
         (state("[136, 128]", "[128, 136]"), "tensor linear.bias: has shape [136]"),
         (state("\"nested_offset\": ", "\"nested_offset\": 1e300"), "out of range"),
         (put(STATE, DType::U8, &[5000]), "5000 bytes are too many"),
-        (put(STATE, DType::I8, &[4]), "is I8 where U8 was expected"),
-        (put(fp4, DType::U8, &[4]), "more than one quantization state: linear.weight"),
-        (rename(STATE, "linear.weight.quant_state.nf4"), "type \"nf4\""),
-        (rename(STATE, fp4), "__fp4: says that the type is nf4, and is named as one of type fp4"),
+        (put(STATE, DType::I8, &[4]), "is I8, expected U8"),
+        (put(fp4, DType::U8, &[4]), "has more than one quantization state: linear.weight"),
+        (rename(STATE, "linear.weight.quant_state.nf4"), "got \"nf4\""),
+        (rename(STATE, fp4), "__fp4: has type nf4, but its name says fp4"),
         (put("linear.weight.zeros", DType::U8, &[1]), "zeros: does not belong to the"),
-        (put("linear.weight", DType::U8, &[8703, 1]), "has shape [8703, 1], which"),
-        (put("linear.weight", DType::U8, &[1, 8704]), "has shape [1, 8704], which"),
-        (put("linear.weight", DType::Bf16, &[8704, 1]), "has shape [8704, 1], which"),
-        (put("linear.weight", DType::I8, &[8704, 1]), "linear.weight: is I8 where U8 or F16"),
-        (put("linear.weight", DType::F64, &[1088, 1]), "linear.weight: is F64 where U8 or F16"),
-        (put("linear.weight.absmax", DType::F32, &[272]), "is F32 where U8"),
-        (put("linear.weight.absmax", DType::U8, &[271]), "has shape [271]; the weight"),
-        (put("linear.weight.quant_map", DType::F32, &[15]), "has shape [15] where [16]"),
-        (put("linear.weight.quant_map", DType::F16, &[16]), "is F16 where F32"),
-        (put("linear.weight.nested_absmax", DType::F32, &[1]), "[1] where [2]"),
-        (put("linear.weight.nested_quant_map", DType::F32, &[16]), "[16] where [256]"),
+        (put("linear.weight", DType::U8, &[8703, 1]), "has shape [8703, 1], expected"),
+        (put("linear.weight", DType::U8, &[1, 8704]), "has shape [1, 8704], expected"),
+        (put("linear.weight", DType::Bf16, &[8704, 1]), "has shape [8704, 1], expected"),
+        (put("linear.weight", DType::I8, &[8704, 1]), "linear.weight: is I8, expected U8 or F16"),
+        (put("linear.weight", DType::F64, &[1088, 1]), "linear.weight: is F64, expected U8 or F16"),
+        (put("linear.weight.absmax", DType::F32, &[272]), "is F32, expected U8"),
+        (put("linear.weight.absmax", DType::U8, &[271]), "has shape [271], expected"),
+        (put("linear.weight.quant_map", DType::F32, &[15]), "has shape [15], expected [16]"),
+        (put("linear.weight.quant_map", DType::F16, &[16]), "is F16, expected F32"),
+        (put("linear.weight.nested_absmax", DType::F32, &[1]), "[1], expected [2]"),
+        (put("linear.weight.nested_quant_map", DType::F32, &[16]), "[16], expected [256]"),
         (nan("linear.weight.nested_absmax"), "nested_absmax: value 1 is infinite"),
-        (nan("linear.weight.quant_map"), "quant_map: value 1 is infinite or not"),
+        (nan("linear.weight.quant_map"), "quant_map: value 1 is infinite or NaN"),
         (nan("linear.weight.nested_quant_map"), "nested_quant_map: value 1 is"),
         (number("linear.weight.nested_absmax", 0, -1.0), "nested_absmax: value 0 is negative"),
-        (number("linear.weight.nested_quant_map", 255, 0.5), "nested_quant_map: does not rise"),
-        (number("linear.weight.nested_quant_map", 7, 1.0), "nested_quant_map: does not rise"),
+        (number("linear.weight.nested_quant_map", 255, 0.5), "nested_quant_map: does not ascend"),
+        (number("linear.weight.nested_quant_map", 7, 1.0), "nested_quant_map: does not ascend"),
         (number("linear.weight.nested_absmax", 1, 3e38), "linear.weight.absmax: value 2"),
-        (reversed("linear.weight.nested_quant_map"), "nested_quant_map: does not rise"),
-        (put("linear.weight.nested_quant_map", DType::F32, &[256]), "map: does not rise"),
+        (reversed("linear.weight.nested_quant_map"), "nested_quant_map: does not ascend"),
+        (put("linear.weight.nested_quant_map", DType::F32, &[256]), "map: does not ascend"),
         (offset("0.01"), "linear.weight.absmax: value"),
         (offset("-3e38"), "linear.weight.absmax: value 0 is negative"),
         (offset("1e300"), "bitsandbytes__nf4: value 0 is infinite"),
         (number("linear.weight.quant_map", 15, 1.5), "quant_map: has 1.5 as its largest"),
-        (put("linear.bias", DType::I8, &[136]), "tensor linear.bias: is I8 where"),
+        (put("linear.bias", DType::I8, &[136]), "tensor linear.bias: is I8, expected"),
     ];
     for (change, word) in cases {
         let text = refused("nf4_nested", change);
@@ -191,21 +191,18 @@ fn states_that_are_broken() {
     let plain = refused("nf4_plain", number("linear.weight.absmax", 2, -1e-3));
     assert!(plain.contains("linear.weight.absmax: value 2 is negative"), "{plain}");
     let odd = refused("nf4_odd", put("linear.weight", DType::U8, &[129, 1]));
-    assert!(odd.contains("has shape [129, 1], which does not hold 259 values"), "{odd}");
+    assert!(odd.contains("has shape [129, 1], expected 259 4-bit values"), "{odd}");
     let odd = refused("nf4_storage_f32", state("[8, 64]", "[8, 63]"));
-    assert!(
-        odd.contains("[64, 1], which does not hold 504 values of 4 bits stored as F32"),
-        "{odd}"
-    );
+    assert!(odd.contains("[64, 1], expected 504 4-bit values stored as F32"), "{odd}");
     let odd = refused("nf4_storage_f32", state("[8, 64]", "[1, 510]"));
-    assert!(odd.contains("does not hold 510 values of 4 bits stored as F32"), "{odd}");
+    assert!(odd.contains("expected 510 4-bit values stored as F32"), "{odd}");
 }
 
 #[test]
 fn maps_of_the_other_type() {
     for (name, other, word) in [
-        ("nf4_plain", "fp4_plain", "is not that of nf4, which is the type that the quantization"),
-        ("fp4_plain", "nf4_plain", "is not that of fp4, which is the type that the quantization"),
+        ("nf4_plain", "fp4_plain", "is not the codebook of nf4, the type in the quantization"),
+        ("fp4_plain", "nf4_plain", "is not the codebook of fp4, the type in the quantization"),
     ] {
         let text = refused(name, |named| {
             let map = "linear.weight.quant_map";
@@ -218,14 +215,14 @@ fn maps_of_the_other_type() {
 #[test]
 fn int8_that_is_broken() {
     let cases: Vec<(Change, &str)> = vec![
-        (drop("linear.SCB"), "tensor linear.SCB: is not there"),
-        (drop("linear.weight"), "tensor linear.weight: is not there"),
+        (drop("linear.SCB"), "tensor linear.SCB: is missing"),
+        (drop("linear.weight"), "tensor linear.weight: is missing"),
         (number("linear.SCB", 5, -1.0), "linear.SCB: value 5 is negative"),
-        (put("linear.SCB", DType::F32, &[23]), "linear.SCB: has shape [23] where [24]"),
-        (put("linear.SCB", DType::F16, &[24]), "linear.SCB: is F16 where F32"),
+        (put("linear.SCB", DType::F32, &[23]), "linear.SCB: has shape [23], expected [24]"),
+        (put("linear.SCB", DType::F16, &[24]), "linear.SCB: is F16, expected F32"),
         (nan("linear.SCB"), "linear.SCB: value 1 is infinite"),
-        (put("linear.weight", DType::U8, &[24, 40]), "is U8 where I8"),
-        (put("linear.weight", DType::I8, &[960]), "has shape [960] where 2 axes"),
+        (put("linear.weight", DType::U8, &[24, 40]), "is U8, expected I8"),
+        (put("linear.weight", DType::I8, &[960]), "has shape [960], expected 2 axes"),
         (put("linear.weight_format", DType::U8, &[2]), "weight_format: has shape [2]"),
         (Box::new(|t| tensor(t, "linear.weight_format").bytes.to_mut()[0] = 3), "weight format 3"),
     ];
@@ -240,7 +237,7 @@ fn int8_that_is_broken() {
         drop("linear.SCB")(tensors);
         drop("linear.weight_format")(tensors);
     });
-    assert!(both.contains("linear.weight: is I8 where F16 or BF16 or F32"), "{both}");
+    assert!(both.contains("linear.weight: is I8, expected F16 or BF16 or F32"), "{both}");
 }
 
 #[test]
@@ -284,12 +281,15 @@ fn headers_that_lie() {
     std::os::unix::fs::FileExt::write_all_at(&long, &100_000_001u64.to_le_bytes(), 0)
         .expect("written");
     let error = Checkpoint::open(&path).expect_err("too long").to_string();
-    assert!(error.contains("its header has 100000001 bytes, over 100000000"), "{error}");
+    assert!(
+        error.contains("its header has 100000001 bytes, expected at most 100000000"),
+        "{error}"
+    );
     let tensor = |shape: &str, start: usize, end: usize| {
         format!(r#"{{"dtype":"U8","shape":[{shape}],"data_offsets":[{start},{end}]}}"#)
     };
     let one = |shape: &str, start, end| format!(r#"{{"a":{}}}"#, tensor(shape, start, end));
-    assert!(header(&path, &one("4", 0, 4), 3).contains("its tensors take 4 bytes, it has 3"));
+    assert!(header(&path, &one("4", 0, 4), 3).contains("expected 4 bytes of tensors, got 3"));
     for (text, data) in [
         (one("4", 0, 4), 5),
         (one("4", 0, 3), 3),

@@ -92,7 +92,7 @@ fn an_index_is_checked() {
         assert!(said.contains(&missing), "{missing:?} is not in {said}");
     }
     let head = format!(
-        "{} says of shards what they do not have: {} missing\n",
+        "{} lists tensors that their shards lack: {} missing\n",
         index.display(),
         all.len()
     );
@@ -126,7 +126,7 @@ fn a_tensor_of_two_shards_is_refused_by_both() {
     let said = Checkpoint::open(folder.path()).expect_err("twice").to_string();
     let [one, two] = [1, 2].map(|number| shard(number).display().to_string());
     let line = format!("\ntwice: {} in {one} and {two}\nhint: ", all[0].0);
-    assert!(said.contains("have tensors twice: 1\n") && said.contains(&line), "{said}");
+    assert!(said.contains("contain tensors twice: 1\n") && said.contains(&line), "{said}");
     let stray = ("stray".to_owned(), all[0].1.clone());
     let first: Vec<_> = all.iter().step_by(2).cloned().collect();
     save(&shard(1), &[&first[..], std::slice::from_ref(&stray)].concat()).expect("written");

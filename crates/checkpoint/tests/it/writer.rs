@@ -103,7 +103,7 @@ fn what_was_not_planned_is_refused() {
     let mut refused = |name: &str, dtype, shape: &[usize], bytes: usize| {
         reason(writer.write(name, &Tensor::new(dtype, shape, vec![0; bytes])).expect_err("refused"))
     };
-    assert_eq!(refused("b", DType::F32, &[2], 8), Reason::Unexpected("what was planned"));
+    assert_eq!(refused("b", DType::F32, &[2], 8), Reason::Unexpected("the planned tensors"));
     let need = vec![DType::F32];
     assert_eq!(refused("a", DType::I32, &[2], 8), Reason::DType { have: DType::I32, need });
     assert_eq!(
@@ -116,7 +116,7 @@ fn what_was_not_planned_is_refused() {
     writer.write("a", &a).expect("as planned");
     assert_eq!(reason(writer.write("a", &a).expect_err("again")), Reason::Twice);
     let error = writer.finish().expect_err("no text");
-    assert_eq!(error.to_string(), "tensor t: is not there");
+    assert_eq!(error.to_string(), "tensor t: is missing");
     assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 0, "nothing is left");
 
     let twice = Writer::create(&path, [plan(), plan()].concat()).expect_err("twice");
@@ -147,16 +147,19 @@ fn weights_that_contradict_themselves_are_refused() {
         })
     };
     for (text, word) in [
-        (refused(&|w| w.layout.block_size = 48), "tensor w: blocks of 48 values"),
+        (refused(&|w| w.layout.block_size = 48), "tensor w: has a block size of 48,"),
         (refused(&|w| w.layout.block_size = 32), "tensor w.absmax: has shape [2]"),
         (refused(&|w| w.layout.nested = false), "tensor w.absmax: does not belong"),
-        (refused(&|w| w.layout.dtype = DType::F64), "tensor w: is F64 where F16 or BF16 or F32"),
-        (refused(&|w| w.layout.storage = DType::I8), "tensor w: is I8 where U8 or"),
-        (refused(&|w| w.layout.storage = DType::F8E8m0), "tensor w: is F8_E8M0 where U8 or"),
-        (refused(&|w| w.layout.storage = DType::F16), "tensor w: has shape [7, 11], which"),
-        (refused(&|w| w.layout.shape = vec![7, 13]), "tensor w: has shape [39, 1], which"),
+        (
+            refused(&|w| w.layout.dtype = DType::F64),
+            "tensor w: is F64, expected F16 or BF16 or F32",
+        ),
+        (refused(&|w| w.layout.storage = DType::I8), "tensor w: is I8, expected U8 or"),
+        (refused(&|w| w.layout.storage = DType::F8E8m0), "tensor w: is F8_E8M0, expected U8 or"),
+        (refused(&|w| w.layout.storage = DType::F16), "tensor w: has shape [7, 11], expected"),
+        (refused(&|w| w.layout.shape = vec![7, 13]), "tensor w: has shape [39, 1], expected"),
         (refused(&|w| w.layout.shape = vec![1 << 33, 1 << 33]), "too large"),
-        (refused(&|w| w.codes.to_mut().push(0)), "tensor w: has shape [40, 1], which"),
+        (refused(&|w| w.codes.to_mut().push(0)), "tensor w: has shape [40, 1], expected"),
         (refused(&|w| w.quant_map.to_mut()[3] = f32::NAN), "w.quant_map: value 3 is"),
         (refused(&|w| w.quant_map.to_mut().push(1.0)), "w.quant_map: has shape [17]"),
         (nested(&|n| n.offset = f32::INFINITY), "w.nested_offset: value 0"),
@@ -173,10 +176,10 @@ fn weights_that_contradict_themselves_are_refused() {
         scb: scb.to_vec().into(),
     };
     for (weight, name, word) in [
-        (int8(5, &[1.0; 2]), "a.weight", "tensor a.weight: holds 5 bytes"),
+        (int8(5, &[1.0; 2]), "a.weight", "tensor a.weight: has 5 bytes"),
         (int8(6, &[1.0; 3]), "a.weight", "tensor a.SCB: has shape [3]"),
         (int8(6, &[1.0, f32::NAN]), "a.weight", "tensor a.SCB: value 1 is"),
-        (int8(6, &[1.0; 2]), "a.kernel", "is not named `weight`"),
+        (int8(6, &[1.0; 2]), "a.kernel", "expected the name `weight`"),
     ] {
         let text = weight.tensors(name).expect_err(word).to_string();
         assert!(text.contains(word), "{text}");

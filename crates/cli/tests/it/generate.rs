@@ -168,7 +168,7 @@ fn a_conversation_that_outgrows_its_context_forgets_questions_with_their_answers
 fn a_broken_chat_template_stops_chats_alone() {
     let no_end = "{% for i in range(9000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}";
     for (template, why) in [
-        ("{% for m in messages %}", "error: chat template `default` is broken: "),
+        ("{% for m in messages %}", "error: chat template `default` is invalid: "),
         (no_end, "error: chat template `default` fails on these messages: "),
     ] {
         let folder = demo_with(template);
@@ -201,7 +201,7 @@ fn a_template_that_takes_all_memory_is_refused() {
         let out = flashover(&[&asked[..], &["--model", model]].concat());
         let said = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(2), "{template}: {said}");
-        assert!(said.contains("its values and its text take over 67108864 steps"), "{said}");
+        assert!(said.contains("its values and its text take more than 67108864 steps"), "{said}");
     }
 }
 
@@ -351,12 +351,12 @@ fn the_command_refuses_what_is_wrong() {
         assert_eq!(said.matches("\nhint: ").count(), 1, "{said}");
     };
     let one = ["--tokens", "1,2"];
-    refused(&none, &one, "hint: a model is a folder");
-    refused(&bare, &one, "hint: a model is a folder");
-    refused(&shards, &one, "which is not there\nhint: download all shards");
-    refused(&family, &one, "\nhint: a model of one of these families");
-    refused(&cut, &one, "\nhint: the file is cut or damaged");
-    refused(&tokenizer, &one, "the model a vocabulary of");
+    refused(&none, &one, "hint: pass a Hugging Face folder with config.json");
+    refused(&bare, &one, "hint: pass a Hugging Face folder with config.json");
+    refused(&shards, &one, "which does not exist\nhint: download all shards");
+    refused(&family, &one, "\nhint: use a model of one of these families");
+    refused(&cut, &one, "\nhint: download the file again; it is truncated or damaged");
+    refused(&tokenizer, &one, "but the model has a vocabulary of");
     // An EOS token outside of the vocabulary cannot be sampled; the model is accepted with a warning.
     let path = eos.to_str().expect("UTF-8");
     let out = flashover(&["plan", "--model", path, "--backend", "cpu"]);
@@ -366,18 +366,14 @@ fn the_command_refuses_what_is_wrong() {
     let out = flashover(&args);
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{said}");
-    assert!(said.contains("eos_token_id 160 is past the vocabulary, which has 160"), "{said}");
-    refused(&beams, &one, "`num_beams` is 4, which is not supported; known: 1\nhint: ");
+    assert!(said.contains("eos_token_id 160 is outside the vocabulary of 160 tokens"), "{said}");
+    refused(&beams, &one, "`num_beams` is 4, which is not supported; expected 1\nhint: ");
     refused(
         &good,
         &["--tokens", "1,x"],
         "expected a token id, got `x`\nhint: write a list such as 1,2,3",
     );
-    refused(
-        &good,
-        &["--tokens", "1, 2", "--adapter", "/none"],
-        "hint: an adapter is a folder with",
-    );
+    refused(&good, &["--tokens", "1, 2", "--adapter", "/none"], "hint: pass a PEFT folder with");
     refused(&linked, &one, "linked/tokenizer.json: No such file");
     // Texts may start with a dash, like options.
     for text in
@@ -391,9 +387,13 @@ fn the_command_refuses_what_is_wrong() {
         &["--prompt-file", "/dev/zero"],
         "/dev/zero: the text is larger than 64 MiB\nhint: ",
     );
-    refused(&good, &["--tokens", "1,99999"], "token 99999 is past the vocabulary");
+    refused(&good, &["--tokens", "1,99999"], "token 99999 is outside the vocabulary");
     refused(&good, &["--tokens", &["1"; 600].join(",")], "but the model has");
-    refused(&fixture("gpt2"), &["--tokens", "1", "--max-context", "9999"], "a vector for each");
+    refused(
+        &fixture("gpt2"),
+        &["--tokens", "1", "--max-context", "9999"],
+        "one vector per position",
+    );
     // RoPE works at any position; a warning tells that the model was trained on fewer.
     let long = ["1"; 600].join(",");
     let path = good.to_str().expect("UTF-8");

@@ -60,7 +60,7 @@ fn a_model_by_name_answers_as_its_folder_does() {
     let place = Place::new(Manners::default());
     let want = stdout(&place.generate(demo().to_str().expect("UTF-8"), &[]));
     assert_eq!(place.server.sent(), [""; 0], "a folder needs no request");
-    refused(&place.generate("owner/demo", &["--offline"]), "not whole in the cache");
+    refused(&place.generate("owner/demo", &["--offline"]), "not complete in the cache");
     assert_eq!(stdout(&place.generate("owner/demo", &[])), want);
     assert_eq!(place.server.sent().len(), 6);
     assert_eq!(stdout(&place.generate("owner/demo@main", &[])), want);
@@ -103,10 +103,10 @@ fn what_cannot_be_had_is_refused_with_a_hint() {
         &place.generate("owner/absent", &[]),
         "owner/absent is not a local folder, and the Hub failed",
     );
-    refused(&place.generate("owner/demo", &[]), "broke off");
+    refused(&place.generate("owner/demo", &[]), "was interrupted");
     let args = ["tokenize", "--model", "absent", "--prompt", "x"];
     refused(&place.run(&args, &[]), "cannot read absent");
     let closed = [("HF_ENDPOINT", "http://127.0.0.1:9")];
     let args = ["tokenize", "--model", "owner/other", "--prompt", "x"];
-    refused(&place.run(&args, &closed), "is not reached");
+    refused(&place.run(&args, &closed), "cannot reach ");
 }

@@ -139,8 +139,8 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
     };
     for (done, word) in [
         (to(&path("")), "is a folder"),
-        (to(&path("absent/out")), "there is no folder"),
-        (op("matmul", &input, "cpu", ""), "k differs"),
+        (to(&path("absent/out")), " does not exist\nhint: create it"),
+        (op("matmul", &input, "cpu", ""), "lhs and rhs with the same k"),
         (op("matmul", &junk, "cpu", ""), "no safetensors file"),
         (op("matmul", "absent", "cpu", ""), "cannot read"),
         (op("matmul", &input, "tpu", ""), "unknown backend"),

@@ -186,7 +186,11 @@ fn a_profile_tells_operators_and_layers_and_writes_a_trace() {
     let more = ["--profile-trace", nowhere.to_str().expect("UTF-8")];
     let refused = flashover(&[&args[..], &more].concat());
     assert_eq!(refused.status.code(), Some(2));
-    assert!(text(&refused.stderr).contains("there is no folder"), "{}", text(&refused.stderr));
+    assert!(
+        text(&refused.stderr).contains(" does not exist\nhint: create it"),
+        "{}",
+        text(&refused.stderr)
+    );
 }
 
 #[test]

@@ -476,7 +476,7 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (of("inf"), format!("tensor {weight} holds infinities or NaN")),
         (of("less"), format!("missing: {weight}")),
         (of("family"), "`model_type` is \"rwkv\"".into()),
-        (of("words"), "the model a vocabulary of".into()),
+        (of("words"), "but the model has a vocabulary of".into()),
         (of("codes"), "mlp.down_proj.weight is already quantised".into()),
         (of("cut"), "not a safetensors file".into()),
         (of("absent"), "cannot read".into()),
@@ -486,10 +486,13 @@ fn bad_models_are_refused_and_nothing_is_left() {
         (to("link"), "is a link to nothing".into()),
         (to("absent/out"), "has no folder".into()),
         (to("model/out"), "lies in the folder of the model".into()),
-        (with(&["--block-size", "48"]), "blocks of 48".into()),
+        (with(&["--block-size", "48"]), "from 32 to 4096, got 48".into()),
         (with(&["--quant", "nf3"]), "unknown quantisation `nf3`".into()),
         (with(&["--profile", "rtx4090"]), "--backend".into()),
-        (with(&["--report", &place.text("absent/x.json")]), "there is no folder".into()),
+        (
+            with(&["--report", &place.text("absent/x.json")]),
+            " does not exist\nhint: create it".into(),
+        ),
         (with(&["--report", &weights]), "is read and written".into()),
     ] {
         let text = String::from_utf8_lossy(&done.stderr);

@@ -63,7 +63,7 @@ fn what_cannot_be_encoded_is_refused() {
     std::fs::write(broken, "{}").expect("written");
     for (out, want) in [
         (tokenize(&fixture("llama"), &["--prompt", "x"]), "cannot read"),
-        (tokenize(folder.path(), &["--prompt", "x"]), "tokenizer.json is no tokenizer: "),
+        (tokenize(folder.path(), &["--prompt", "x"]), "tokenizer.json is not a valid tokenizer: "),
         (piped(file), "cannot read standard input: "),
         (tokenize(&demo(), &["--prompt-file", file]), "cannot read"),
         (tokenize(&demo(), &["--prompt-file", "absent"]), "cannot read absent"),

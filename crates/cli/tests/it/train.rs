@@ -116,7 +116,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     for name in ["pointer.txt", "pointer.jsonl"] {
         fs::write(path(name), pointer).expect("written");
         let why =
-            "it is a pointer of git-lfs, not the file\nhint: fetch the file with `git lfs pull`";
+            "it is a git-lfs pointer instead of the file\nhint: fetch the file with `git lfs pull`";
         refused(&["--data", &path(name)], why);
     }
     refused(&["--data", "/dev/zero"], "it is not a file\nhint: ");
@@ -125,7 +125,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["--max-grad-norm", "-1"], "a gradient norm of 0 or more, got -1\nhint: ");
     with(&["--clip", "nan"], "a gradient norm of 0 or more, got NaN\nhint: ");
     with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
-    with(&["--lora-alpha", "0"], "rank 16 and alpha 0.0 make no adapter\nhint: ");
+    with(&["--lora-alpha", "0"], "rank 16 and alpha 0.0 are not supported\nhint: ");
     with(&["--profile-trace", &data], "is read and written\nhint: ");
     with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
     let other = fixture("llama").join("lora");
@@ -135,10 +135,10 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         "--adapter sets rank, alpha and matrices\nhint: ",
     );
     with(&["--kv-cache", "int8"], "training has no KV cache\nhint: ");
-    with(&["--lora-rank", "0"], "rank 0 and alpha 0.0 make no adapter\nhint: ");
+    with(&["--lora-rank", "0"], "rank 0 and alpha 0.0 are not supported\nhint: ");
     with(
         &["--lora-targets", "head"],
-        "no matrix of a layer is called head\nhint: one of down_proj, ",
+        "no layer matrix is named head\nhint: use one of down_proj, ",
     );
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--preset", "latency"], "preset latency is not for training\nhint: ");
@@ -147,7 +147,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         &["-c", "513"],
         "at most 512, which the model has, got 513\nhint: -c 512, or --max-context 513",
     );
-    with(&["--adapter", other], "has shape [4, 32] where [4, 256]");
+    with(&["--adapter", other], "has shape [4, 32], expected [4, 256]");
 }
 
 #[test]

@@ -107,6 +107,6 @@ fn devices_are_those_of_burn() {
     assert!(matches!(foreign, OpenError::Foreign { .. }), "{foreign}");
     let refused = Device::open_nth(Backend::Cpu, 1).expect_err("there is one");
     assert!(matches!(refused, OpenError::Ordinal { ordinal: 1, count: 1, .. }), "{refused}");
-    assert!(refused.to_string().contains("\nhint: devices count from 0"), "{refused}");
+    assert!(refused.to_string().contains("\nhint: pass a device number from 0"), "{refused}");
     Device::auto().expect("the CPU at least");
 }

@@ -325,7 +325,7 @@ fn a_folder_knows_what_a_request_needs() {
     assert!(context.context().is_some(), "{context}");
     assert!(matches!(folder.check(&[]), Err(GenerateError::EmptyPrompt)));
     let token = folder.check(&[1, 99_999]).expect_err("no such token").to_string();
-    assert!(token.starts_with("token 99999 is past"), "{token}");
+    assert!(token.starts_with("token 99999 is outside"), "{token}");
 }
 
 #[test]
@@ -442,7 +442,7 @@ fn a_broken_chat_template_is_an_error_of_chats_alone() {
     assert!(!opened.encode("One day").expect("a plain prompt").is_empty());
     for _ in 0..2 {
         let refused = opened.encode_chat(&[]).expect_err("broken").to_string();
-        assert!(refused.starts_with("chat template `default` is broken: "), "{refused}");
+        assert!(refused.starts_with("chat template `default` is invalid: "), "{refused}");
         assert_eq!(refused.matches("\nhint: ").count(), 1, "{refused}");
     }
     // A template is kept once it was opened.

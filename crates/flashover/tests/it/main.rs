@@ -167,10 +167,14 @@ fn attention_of_nothing_is_nothing() {
         run(q, k, false, settings).expect_err("a mistake").to_string()
     };
     let scale = [("scale".to_owned(), "0".to_owned())];
-    assert!(fails([2, 4, 0, 8], [2, 2, 3, 8], &scale).contains("scale is 0"));
-    assert!(fails([2, 3, 0, 8], [2, 2, 3, 8], &[]).contains("3 heads do not divide among 2"));
-    assert!(fails([2, 3, 1, 8], [2, 0, 3, 8], &[]).contains("3 heads do not divide among 0"));
-    assert!(fails([2, 4, 0, 0], [2, 2, 3, 0], &[]).contains("head_dim is 0"));
+    assert!(fails([2, 4, 0, 8], [2, 2, 3, 8], &scale).contains("scale above 0, got 0"));
+    assert!(
+        fails([2, 3, 0, 8], [2, 2, 3, 8], &[]).contains("3 query heads are not a multiple of 2")
+    );
+    assert!(
+        fails([2, 3, 1, 8], [2, 0, 3, 8], &[]).contains("3 query heads are not a multiple of 0")
+    );
+    assert!(fails([2, 4, 0, 0], [2, 2, 3, 0], &[]).contains("expected head_dim of at least 1"));
 }
 
 #[test]
@@ -224,7 +228,7 @@ fn attention_weighs_values_by_their_keys() {
     assert!(refused.starts_with("dout has shape [1, 1, 3, 4]"), "{refused}");
     let fails = |settings: &[(&str, &str)]| run(settings).expect_err("a mistake").to_string();
     assert!(fails(&[("implementation", "flash")]).contains("matrix instructions"));
-    assert!(fails(&[("scale", "0")]).contains("scale is 0"));
+    assert!(fails(&[("scale", "0")]).contains("scale above 0, got 0"));
     for value in ["-1", "4294967296", "1e30"] {
         let text = fails(&[("window", value)]);
         assert!(
@@ -244,7 +248,7 @@ fn attention_weighs_values_by_their_keys() {
     let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
     let error = run_op("attention", &cpu(), &BTreeMap::from(inputs), &[], Policy::Default);
     let text = error.expect_err("three rows for two queries").to_string();
-    assert!(text.contains("\nhint: bias is [batch, heads, seq_q, seq_kv]"), "{text}");
+    assert!(text.contains("\nhint: pass bias as [batch, heads, seq_q, seq_kv]"), "{text}");
     assert!(fails(&[("heads", "2")]).contains("\nhint: attention takes causal=true|false"));
     assert!(fails(&[("window", "0")]).contains("\nhint: use a whole number of keys from 1"));
     let twice = fails(&[("causal", "true"), ("scale", "1"), ("causal", "false")]);

@@ -233,7 +233,7 @@ fn weights_have_the_sum_that_the_listing_has() {
     came(&listed(right.to_uppercase(), Some(right.clone())));
     let wrong = sum(b"something else");
     unusable(&listed(wrong.clone(), None), ETAG, &format!("is {right} and not {wrong}"));
-    unusable(&listed(right, Some(wrong.clone())), &wrong, "two SHA-256");
+    unusable(&listed(right, Some(wrong.clone())), &wrong, "two different SHA-256");
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn a_file_of_another_length_is_refused() {
         reply.body.push(0);
         reply.headers.remove("Content-Length");
     });
-    unusable(&place, ETAG, "more than that");
+    unusable(&place, ETAG, "is larger");
     let (place, ranges) = weights(|_, asked, reply| {
         if !asked.headers.contains_key("range") {
             reply.headers.remove("Content-Length");
@@ -290,7 +290,7 @@ fn unlisted(has_lengths: bool) -> Place {
 #[test]
 fn a_length_comes_of_the_listing_or_of_the_answer() {
     came(&unlisted(true));
-    unusable(&unlisted(false), ETAG, "it has no length of config.json");
+    unusable(&unlisted(false), ETAG, "it gives no length for config.json");
 }
 
 #[test]
@@ -362,7 +362,7 @@ fn who_says_when_is_asked_then() {
     result.recv_timeout(Duration::from_secs(20)).expect("in time").expect("downloads");
     let (place, asked) = failing("429 Too Many Requests", "3600", 1);
     let error = refused(place.model("owner/demo"));
-    assert!(error.to_string().contains("status 429, to be asked again in 3600s"), "{error}");
+    assert!(error.to_string().contains("status 429, retry after 3600s"), "{error}");
     assert_eq!(asked.load(Ordering::SeqCst), 1);
 }
 
@@ -373,7 +373,7 @@ const SHORT: Patience = Patience { stall: Duration::from_millis(300), tries: 2, 
 fn soon(place: &Place) -> HubError {
     let result = started(place, SHORT).recv_timeout(Duration::from_secs(8)).expect("in time");
     let error = refused(result);
-    assert!(error.to_string().contains("nothing came for 300ms"), "{error}");
+    assert!(error.to_string().contains("no data arrived for 300ms"), "{error}");
     error
 }
 

@@ -137,7 +137,7 @@ fn storage_that_nobody_keeps_is_named() {
     });
     let error = refused(place.model("owner/demo"));
     assert!(matches!(error, HubError::Unreachable { .. }), "{error}");
-    assert!(error.to_string().contains("127.0.0.1, where it sends on to: "), "{error}");
+    assert!(error.to_string().contains("127.0.0.1, the target of its redirect: "), "{error}");
 }
 
 #[test]
@@ -169,18 +169,18 @@ fn redirects_come_to_an_end() {
         reply.status = "302 Found";
         reply.headers.insert("Location", asked.path.clone());
     });
-    answer(place.model("owner/demo"), "sends on more than 5 times");
+    answer(place.model("owner/demo"), "redirects more than 5 times");
     assert_eq!(asked.load(Ordering::SeqCst), 6);
 }
 
 #[test]
 fn redirects_lead_to_addresses_alone() {
     for (location, word) in [
-        ("", "to nowhere"),
-        ("file:///etc/passwd", "no address"),
-        ("ftp://127.0.0.1/x", "no address"),
-        ("http://", "no address"),
-        ("http://name:word@127.0.0.1/x", "a name or password"),
+        ("", "its redirect has no target"),
+        ("file:///etc/passwd", "an invalid address"),
+        ("ftp://127.0.0.1/x", "an invalid address"),
+        ("http://", "an invalid address"),
+        ("http://name:word@127.0.0.1/x", "a user name or password"),
     ] {
         let place = Place::whim(move |_, reply| {
             reply.status = "302 Found";
@@ -211,7 +211,7 @@ fn a_file_that_is_listed_and_not_there_is_said() {
             reply.status = "404 Not Found";
         }
     });
-    answer(place.model("owner/demo"), "lists tokenizer.json and does not have it");
+    answer(place.model("owner/demo"), "lists tokenizer.json, but does not have it");
 }
 
 #[test]

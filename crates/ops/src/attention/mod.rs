@@ -238,8 +238,11 @@ impl Packing {
         checked_offsets("queries", q)?;
         checked_offsets("keys", kv)?;
         if q.len() != kv.len() {
-            let why =
-                format!("are of {} sequences, those of queries of {}", kv.len() - 1, q.len() - 1);
+            let why = format!(
+                "got {} sequences, expected {} as in the offsets of queries",
+                kv.len() - 1,
+                q.len() - 1
+            );
             return Err(OpError::Offsets { what: "keys", why });
         }
         Ok(Self { q: q.to_vec(), kv: kv.to_vec() })
@@ -255,7 +258,10 @@ impl Packing {
             Some(last) if *last as usize == have => Ok(()),
             last => {
                 let last = last.copied().unwrap_or_default();
-                Err(OpError::Offsets { what, why: format!("end at {last}, and there are {have}") })
+                Err(OpError::Offsets {
+                    what,
+                    why: format!("got {last} as the last offset, expected {have}"),
+                })
             }
         }
     }
@@ -359,7 +365,7 @@ impl<B: Backend> Masking<B> {
         tensor.map_or(Self::Absent, Self::Present)
     }
 
-    /// Returns the same mask on another back end.
+    /// Returns the same mask on another backend.
     fn map<C: Backend>(self, of: impl Fn(BoolTensor<B>) -> BoolTensor<C>) -> Masking<C> {
         Masking::from_tensor(self.into_option().map(of))
     }
@@ -620,7 +626,7 @@ impl<B: AttentionOps> Backward<B, 3> for Attend {
         let (dq, dk, dv) = B::gradients(saved, dout, asked, call.clone());
         // Burn's backward pass cannot return an error.
         if let Some(e) = call.failed() {
-            panic!("the gradient of an attention failed: {e}");
+            panic!("the backward pass of attention failed: {e}");
         }
         for (parent, gradient) in ops.parents.into_iter().zip([dq, dk, dv]) {
             if let Some(node) = parent {

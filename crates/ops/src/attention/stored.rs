@@ -27,7 +27,7 @@ pub(super) fn check<B: Backend>(
     match options.implementation {
         None => Ok(()),
         Some(implementation) => {
-            let why = "it gives a bias no gradient, which takes stored scores".to_owned();
+            let why = "a bias gradient needs stored scores".to_owned();
             Err(OpError::Forced { implementation, why })
         }
     }

@@ -171,7 +171,7 @@ impl<B: QuantizedOps + MatmulOps> Backward<B, 2> for QuantizedMatmulBackward {
             let dense = B::dequantize_weight(packed, weight, dtype, call.clone());
             // Burn's backward pass cannot return an error.
             if let Some(e) = call.failed() {
-                panic!("the gradient of a product failed: {e}");
+                panic!("the backward pass of a matmul failed: {e}");
             }
             let gradient = product_of::<B>(dout.clone(), dense, dtype, &ctx);
             gradients.register::<B>(node.id, gradient);

@@ -193,7 +193,7 @@ impl QuantizedWeight {
             let [have, need] = [part.shape(), first.shape()];
             if have[1] != need[1] {
                 let (have, need) = (have.to_vec(), need.to_vec());
-                return Err(OpError::Shape { what: "a weight to be joined", have, need });
+                return Err(OpError::Shape { what: "a weight to join", have, need });
             }
             let Ok(weight) = Weight::joined([&joined.weight, &part.weight]) else {
                 return Ok(None);
@@ -267,7 +267,7 @@ impl QuantizedWeight {
         let ordered = |tensor, buffer: Buffer| {
             let (save, load) = (ctx.clone(), ctx.clone());
             let expected = |made: Result<_, OpError>| {
-                made.unwrap_or_else(|e| panic!("a record has no place for an error: {e}"))
+                made.unwrap_or_else(|e| panic!("cannot convert the weight of a record: {e}"))
             };
             let rows = weight.in_rows();
             frozen(tensor)

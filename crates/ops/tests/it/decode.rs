@@ -167,11 +167,13 @@ fn mistakes_are_errors() {
     let run = |q, cache| decode(&ctx, q, cache, DecodeOptions::default());
     let fails = |q, cache| run(q, cache).expect_err("a mistake").to_string();
     let whole = || cache(floats(&device));
-    assert!(fails(q(17), whole()).contains("17 new positions"));
+    assert!(
+        fails(q(17), whole()).contains("expected at most 16 new positions per sequence, got 17")
+    );
     let long = Lengths::Host(vec![1, 49, 1]);
     assert!(fails(q(1), Cache { lengths: long, ..whole() }).contains("holds 48"));
     let few = Lengths::Host(vec![1, 4]);
-    assert!(fails(q(1), Cache { lengths: few, ..whole() }).contains("2 lengths for 3"));
+    assert!(fails(q(1), Cache { lengths: few, ..whole() }).contains("got 2 lengths, expected 3"));
     let pages =
         |table| Cache { table: Some(Table::Host(table)), ..cache(floats(&device).map(paged)) };
     assert!(fails(q(1), pages((2..11).collect())).contains("the cache has 9"));

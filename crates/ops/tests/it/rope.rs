@@ -262,9 +262,12 @@ fn pages_hold_what_runs_do() {
     let none = Tensor::<2, Int>::zeros([BATCH, 0], &device);
     let refused = |slots: KvSlots| rope(&ctx, qkv(&device), &slots, with.clone()).expect_err("no");
     let refused = |slots| refused(slots).to_string();
-    assert!(refused(KvSlots { pages: Some(none), ..own.clone() }).contains("max_blocks is 0"));
+    assert!(
+        refused(KvSlots { pages: Some(none), ..own.clone() })
+            .contains("expected max_blocks of at least 1")
+    );
     let odd = changed(own.clone(), |cache| cache.narrow(1, 0, 3));
-    assert!(refused(odd).contains("pages of 3 positions"));
+    assert!(refused(odd).contains("power of two, got 3 positions"));
     let one = own.pages.clone().map(|pages| pages.narrow(0, 0, 1));
     assert!(refused(KvSlots { pages: one, ..own }).contains("start has shape [2]"));
 }
@@ -310,10 +313,10 @@ fn mistakes_are_errors_and_write_nothing() {
     let with = RopeOptions { qk_norm: norm, ..good() };
     assert!(fails(qkv(&device), &slots, with).contains("key weight has shape [8]"));
     let long = tensor([BATCH * 13, 128], 1, &device);
-    assert!(fails(long, &slots, good()).contains("13 new positions for a cache of 12"));
+    assert!(fails(long, &slots, good()).contains("got 13 new positions, but the cache holds 12"));
     let table = Some(tensor([CAPACITY, 18], 1, &device));
     let with = RopeOptions { table, ..good() };
-    assert!(fails(qkv(&device), &slots, with).contains("18 dimensions of 16 turn"));
+    assert!(fails(qkv(&device), &slots, with).contains("got 18 of 16"));
     let transposed = changed(slots.clone(), |cache| {
         let transposed = Tensor::<4>::from_data(cache.swap_dims(2, 3).into_data(), &Device::cpu());
         transposed.swap_dims(2, 3)

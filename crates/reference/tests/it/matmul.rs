@@ -124,10 +124,10 @@ fn an_epilogue_is_its_formula() -> Result<(), Error> {
     assert_eq!(matmul.naive(&[1.0], &[2.0, -3.0], gated)?, [4.5, -8.0]);
     let short = Epilogue { up: Some(Up { rhs: &[4.0], bias: None }), ..NONE };
     let error = matmul.run(&[1.0], &[2.0, -3.0], short).expect_err("half a matrix");
-    assert_eq!(error.to_string(), "up holds 1 values, the problem needs 2");
+    assert_eq!(error.to_string(), "up has 1 values, but the problem needs 2");
     let short = Epilogue { gate: Some(&[1.0]), ..NONE };
     let error = matmul.run(&[1.0], &[2.0, -3.0], short).expect_err("one gate for two results");
-    assert_eq!(error.to_string(), "gate holds 1 values, the problem needs 2");
+    assert_eq!(error.to_string(), "gate has 1 values, but the problem needs 2");
     Ok(())
 }
 
@@ -271,16 +271,19 @@ fn callers_mistakes_are_named() {
     let fails = |result: Result<Vec<f64>, Error>, text: &str| {
         assert_eq!(result.map_err(|e| e.to_string()), Err(text.to_owned()));
     };
-    fails(matmul.run(&lhs[1..], &rhs, NONE), "lhs holds 29 values, the problem needs 30");
-    fails(matmul.run(&lhs, &rhs[..7], NONE), "rhs holds 7 values, the problem needs 40");
+    fails(matmul.run(&lhs[1..], &rhs, NONE), "lhs has 29 values, but the problem needs 30");
+    fails(matmul.run(&lhs, &rhs[..7], NONE), "rhs has 7 values, but the problem needs 40");
     fails(
         matmul.run(&lhs, &rhs, Epilogue::bias(&[0.0; 5])),
-        "bias holds 5 values, the problem needs 4",
+        "bias has 5 values, but the problem needs 4",
     );
     let flat = Matmul { rhs: Strides::contiguous(&[], 5, 4, Layout::Row), ..matmul.clone() };
-    fails(flat.run(&lhs, &rhs, NONE), "rhs has strides for 0 batch axes, the problem has 1");
+    fails(flat.run(&lhs, &rhs, NONE), "rhs has strides for 0 batch axes, but the problem has 1");
     let sample = Sample { batches: vec![0], rows: vec![3], cols: vec![0] };
-    fails(matmul.run_at(&sample, &lhs, &rhs, NONE), "sampled row 3 is outside of the 3 there are");
+    fails(
+        matmul.run_at(&sample, &lhs, &rhs, NONE),
+        "sampled row 3 is out of range, expected an index below 3",
+    );
     assert_eq!(
         matmul.check(&matmul.everything(), &lhs, &rhs, NONE, &[0.0; 23]),
         Err(Error::Length { what: "out", need: 24, have: 23 })

@@ -62,7 +62,9 @@ pub(super) fn verify(
     let Some(whole) = config.without_splits() else { return Ok(verdict) };
     let whole = check_one(device, case, &whole)?;
     if case.inputs == Inputs::Even && whole.digest != verdict.digest {
-        return Err(CheckError::Kernel("parts are not the whole, bit by bit".to_owned()));
+        return Err(CheckError::Kernel(
+            "split results are not bit-identical to the unsplit result".to_owned(),
+        ));
     }
     let comparison = Comparison::worst(vec![verdict.comparison, whole.comparison]);
     Ok(Verdict { comparison, ..verdict })

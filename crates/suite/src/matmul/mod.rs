@@ -423,7 +423,7 @@ impl KernelSuite for Matmul {
     }
 
     fn peers_on(device: &Device, p: &MatmulProblem, sets: &[MatmulOperands]) -> Peers {
-        // On a CPU, Burn uses another back end than cubek.
+        // On a CPU, Burn uses another backend than cubek.
         match device.backend() {
             Backend::Cuda | Backend::Vulkan => {
                 vec![("cubek", peers::cubek_matmul(device, p, sets))]

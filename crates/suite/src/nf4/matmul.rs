@@ -320,7 +320,7 @@ impl KernelSuite for Nf4Matmul {
                         problems.push(normed(gated(m, 28672, 4096, bf16)));
                     }
                 }
-                // Order for back ends without matrix instructions.
+                // Order for backends without matrix instructions.
                 let rows = |m, n, k| product(m, n, k, Order::Rows, bf16);
                 problems.push(rows(1, 14336, 4096));
                 if more {
@@ -411,7 +411,7 @@ fn rejoined(
     let halves: Vec<_> = halves.iter().map(|(weight, buffers)| (*weight, buffers)).collect();
     let (weight, joined) = join(device, &halves).map_err(kernel_error)?;
     if weight != p.weight {
-        return Err(kernel_error(format!("{weight:?} was joined of halves of {:?}", p.weight)));
+        return Err(kernel_error(format!("{weight:?} was joined from halves of {:?}", p.weight)));
     }
     Ok(joined)
 }

@@ -30,7 +30,7 @@ fn what_is_no_tokenizer_is_refused() {
         fs::write(folder.path().join("tokenizer.json"), bytes).expect("written");
         let error = Tokenizer::open(folder.path()).expect_err("cut");
         assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
-        assert!(hinted(&error).contains("tokenizer.json is no tokenizer: "), "{error}");
+        assert!(hinted(&error).contains("tokenizer.json is not a valid tokenizer: "), "{error}");
     }
 }
 
@@ -80,7 +80,7 @@ fn a_damaged_tokenizer_is_refused() {
     ] {
         let error = with(part, &value).expect_err(&value.to_string());
         assert!(matches!(error, Error::Tokenizer { .. }), "{value}: {error}");
-        assert!(hinted(&error).contains(" is no tokenizer: "), "{value}: {error}");
+        assert!(hinted(&error).contains(" is not a valid tokenizer: "), "{value}: {error}");
         assert!(error.to_string().contains(why), "{value}: {error}");
     }
 }
@@ -115,7 +115,7 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
         ("normalizer", chain("normalizers", json!({ "type": "ByteLevel" }), 100), "times as many"),
         ("normalizer", prepend(50_000_000), "a string of 50000000 bytes, expected at most 256"),
         ("normalizer", chain("normalizers", prepend(200), 1000), "times as many"),
-        ("normalizer", chain("normalizers", prepend(1), 5000), "over 4096 values"),
+        ("normalizer", chain("normalizers", prepend(1), 5000), "more than 4096 values"),
         ("decoder", chain("decoders", replace("l", "llllllllll"), 14), "times as many"),
         ("decoder", replace("l", &"l".repeat(1_000_000)), "a string of 1000000 bytes"),
         (
@@ -136,12 +136,15 @@ fn a_tokenizer_that_multiplies_a_text_is_refused() {
                 "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
                 "special_tokens": {},
             }),
-            "over 4096 values",
+            "more than 4096 values",
         ),
     ] {
         let error = with(part, &value).expect_err(part);
         assert!(matches!(error, Error::Tokenizer { .. }), "{error}");
-        assert!(hinted(&error).contains(&format!("is no tokenizer: its {part} ")), "{error}");
+        assert!(
+            hinted(&error).contains(&format!("is not a valid tokenizer: its {part} ")),
+            "{error}"
+        );
         assert!(error.to_string().contains(why), "{error}");
     }
     for value in [replace(" ", "▁"), chain("normalizers", replace("``", "\""), 30), prepend(8)] {
@@ -250,7 +253,7 @@ fn pointers_of_git_lfs_are_named() {
         |name: &str, text: &str| fs::write(folder.path().join(name), text).expect("written");
     let named = |error: Error| {
         assert!(matches!(error, Error::Read { .. }), "{error}");
-        let why = "it is a pointer of git-lfs, not the file\nhint: fetch it with `git lfs pull`";
+        let why = "it is a git-lfs pointer instead of the file\nhint: fetch it with `git lfs pull`";
         assert!(hinted(&error).contains(why), "{error}");
     };
     write("tokenizer.json", pointer);
@@ -305,7 +308,7 @@ fn a_broken_template_is_refused_by_its_line() {
         let error = ChatTemplate::new(source, SpecialTokens::default()).expect_err(source);
         let text = hinted(&error);
         assert!(matches!(error, Error::Template { .. }), "{text}");
-        assert!(text.starts_with("chat template `default` is broken: "), "{text}");
+        assert!(text.starts_with("chat template `default` is invalid: "), "{text}");
         assert!(text.contains(line), "{text}");
     }
 }
@@ -333,10 +336,7 @@ fn a_config_of_another_form_is_refused() {
     fs::write(&path, b"\xff").expect("written");
     let error = ChatTemplate::open(folder.path()).expect_err("no text");
     assert!(matches!(error, Error::Read { .. }), "{error}");
-    assert!(
-        hinted(&error)
-            .ends_with("hint: it must be text in UTF-8; take it from where the model is from")
-    );
+    assert!(hinted(&error).ends_with("from the source of the model; it must be UTF-8 text"));
 }
 
 #[test]

@@ -91,12 +91,12 @@ fn what_is_refused_is_told_apart() {
     assert_eq!(
         refused.to_string(),
         "chat template `default` refuses these messages: roles must take turns: user, assistant, user, ...\n\
-         hint: messages as it says, or a plain prompt"
+         hint: change the messages as it says, or use a plain prompt"
     );
     let prompt = Prompt { template: Some("rag".into()), ..Prompt::of(&[]) };
     assert_eq!(
         template("pieces").render(&prompt).expect_err("no such").to_string(),
-        "there is no chat template `rag`\nhint: one of default, tool_use"
+        "unknown chat template `rag`\nhint: use one of default, tool_use"
     );
     let render = |source: &str| {
         let template = ChatTemplate::new(source, SpecialTokens::default()).expect("it parses");
@@ -116,7 +116,10 @@ fn what_is_refused_is_told_apart() {
     ] {
         let error = render(source);
         assert!(error.starts_with(start) && error.contains(why), "{source}: {error}");
-        assert!(error.ends_with("\nhint: other messages, or a plain prompt"), "{source}: {error}");
+        assert!(
+            error.ends_with("\nhint: use other messages, or a plain prompt"),
+            "{source}: {error}"
+        );
     }
 }
 
@@ -132,7 +135,7 @@ fn messages_of_a_template_are_cut_and_escaped() {
     assert_eq!(
         forged,
         "chat template `default` refuses these messages: no\\nhint: run this\\r\\u{1b}[31m\\u{202e}\n\
-         hint: messages as it says, or a plain prompt"
+         hint: change the messages as it says, or use a plain prompt"
     );
     let long = refuse("'größer ' * 1000000");
     assert!(

@@ -73,8 +73,8 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     for vocab in [0, 419] {
         let error = fits(vocab).expect_err("of another model").to_string();
         let message = format!(
-            "the tokenizer has 424 tokens, the last of them 419, the model a vocabulary of {vocab}\n\
-             hint: take tokenizer.json from the folder that the weights are from"
+            "the tokenizer has 424 tokens with ids up to 419, but the model has a vocabulary of {vocab}\n\
+             hint: use the tokenizer.json from the folder of the weights"
         );
         assert_eq!(error, message);
     }
@@ -83,8 +83,8 @@ fn a_tokenizer_fits_a_model_or_not() -> Result<(), Error> {
     let error = small.encode("a<think>", false).expect_err("token 423");
     assert_eq!(
         error.to_string(),
-        "the text has token 423, \"<think>\", which is outside of the model's vocabulary of 422\n\
-         hint: a text without it, or tokenizer.json from the folder that the weights are from"
+        "the text has token 423, \"<think>\", which is outside the model's vocabulary of 422\n\
+         hint: remove it from the text, or use the tokenizer.json from the folder of the weights"
     );
     Ok(())
 }

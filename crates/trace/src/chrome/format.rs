@@ -17,9 +17,9 @@ pub(crate) type Rows = BTreeMap<(u64, u64), Vec<(u64, u64, String)>>;
 pub(crate) fn rows(text: &str) -> Result<Rows, String> {
     let file: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     if !matches!(file["displayTimeUnit"].as_str(), Some("ms" | "ns")) {
-        return Err("displayTimeUnit is neither ms nor ns".to_owned());
+        return Err("expected displayTimeUnit ms or ns".to_owned());
     }
-    let events = file["traceEvents"].as_array().ok_or("traceEvents is no list")?;
+    let events = file["traceEvents"].as_array().ok_or("traceEvents is not a list")?;
     let mut rows = Rows::new();
     let mut names = BTreeSet::new();
     let mut counted = BTreeMap::new();
@@ -30,7 +30,7 @@ pub(crate) fn rows(text: &str) -> Result<Rows, String> {
     for (process, thread) in rows.keys() {
         for name in [("process_name", *process, 0), ("thread_name", *process, *thread)] {
             if !names.contains(&name) {
-                return Err(format!("no {} of process {process}, thread {thread}", name.0));
+                return Err(format!("no {} for process {process}, thread {thread}", name.0));
             }
         }
     }
@@ -50,7 +50,7 @@ fn event_of<'a>(
     names: &mut Names,
     counted: &mut BTreeMap<(u64, &'a str), Vec<&'a String>>,
 ) -> Result<(), String> {
-    let event = event.as_object().ok_or("no object")?;
+    let event = event.as_object().ok_or("not an object")?;
     let name = text(event, "name")?;
     let process = number(event, "pid")?;
     match text(event, "ph")? {
@@ -58,7 +58,7 @@ fn event_of<'a>(
             text(event, "cat")?;
             let (begin, length) = (nanoseconds(event, "ts")?, nanoseconds(event, "dur")?);
             if event.get("args").is_some_and(|args| !args.is_object()) {
-                return Err("args is no object".to_owned());
+                return Err("args is not an object".to_owned());
             }
             let row = rows.entry((process, number(event, "tid")?)).or_default();
             row.push((begin, begin + length, name.to_owned()));
@@ -67,7 +67,7 @@ fn event_of<'a>(
             nanoseconds(event, "ts")?;
             let series = object(event)?;
             if series.is_empty() || !series.values().all(Value::is_u64) {
-                return Err("a counter's args are numbers".to_owned());
+                return Err("the args of a counter are not numbers".to_owned());
             }
             let series: Vec<_> = series.keys().collect();
             if *counted.entry((process, name)).or_insert_with(|| series.clone()) != series {
@@ -106,21 +106,21 @@ fn nested(events: &[(u64, u64, String)]) -> Result<(), String> {
 }
 
 fn object(event: &Map<String, Value>) -> Result<&Map<String, Value>, String> {
-    event.get("args").and_then(Value::as_object).ok_or_else(|| "args is no object".to_owned())
+    event.get("args").and_then(Value::as_object).ok_or_else(|| "args is not an object".to_owned())
 }
 
 fn text<'a>(event: &'a Map<String, Value>, name: &str) -> Result<&'a str, String> {
     let text = event.get(name).and_then(Value::as_str).filter(|text| !text.is_empty());
-    text.ok_or_else(|| format!("{name} is no text"))
+    text.ok_or_else(|| format!("{name} is not a string"))
 }
 
 /// Returns the number of a process or a thread; 0 is reserved for the idle process.
 fn number(event: &Map<String, Value>, name: &str) -> Result<u64, String> {
     let number = event.get(name).and_then(Value::as_u64).filter(|number| *number > 0);
-    number.ok_or_else(|| format!("{name} is no number above 0"))
+    number.ok_or_else(|| format!("{name} is not a number above 0"))
 }
 
 fn nanoseconds(event: &Map<String, Value>, name: &str) -> Result<u64, String> {
     let us = event.get(name).and_then(Value::as_f64).filter(|us| (0.0..1e15).contains(us));
-    us.map(|us| (us * 1e3).round() as u64).ok_or_else(|| format!("{name} is no time"))
+    us.map(|us| (us * 1e3).round() as u64).ok_or_else(|| format!("{name} is not a time"))
 }

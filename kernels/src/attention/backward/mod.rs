@@ -376,16 +376,24 @@ fn check(
         SideConfig::Rows(_) => return Ok(()),
     };
     if side.keys && c.tile_kv > c.units() {
-        return Err(shape("tile_kv", c.tile_kv, "a unit copies the statistics of one query"));
+        return Err(shape(
+            "tile_kv",
+            c.tile_kv,
+            "expected at most one query per unit, because each unit copies the statistics of one",
+        ));
     }
     let plan = FlashPlan::new(*c, side, p.head_dim, true, problem.width(8), false, false);
     for copies in [plan.own, plan.other] {
         if !copies.divides() {
-            return Err(shape("tile_kv", c.tile_kv, "the copies of a tile do not divide"));
+            return Err(shape(
+                "tile_kv",
+                c.tile_kv,
+                "the units cannot share the copies of a tile equally",
+            ));
         }
     }
     if registers(arch, problem, config, side) > 255 {
-        return Err(shape("rows", c.rows, "sums and scores would spill"));
+        return Err(shape("rows", c.rows, "accumulators and scores would spill registers"));
     }
     limits(arch, c.units(), side.shared_bytes(*c, p.head_dim))
 }

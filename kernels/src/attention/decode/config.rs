@@ -164,16 +164,16 @@ pub(super) fn check(
     tensor_cores(arch, problem.dtype, problem.head_dim)?;
     let vector = 16 / problem.cache.size() as u64;
     if let Some(step) = problem.cache_steps().into_iter().find(|step| step % vector != 0) {
-        return Err(shape("stride", step, "rows of the cache start at multiples of 16 bytes"));
+        return Err(shape("stride", step, "expected cache rows aligned to 16 bytes"));
     }
     let (q, out) = (problem.q, problem.out);
     let ends = [q.batch, q.head, q.seq, out.batch, out.head, out.seq];
     if let Some(step) = ends.into_iter().find(|step| step % 4 != 0) {
-        return Err(shape("stride", step, "rows of q and out start at multiples of 8 bytes"));
+        return Err(shape("stride", step, "expected rows of q and out aligned to 8 bytes"));
     }
     // One dimension of the grid.
     if problem.batch > 65_535 {
-        return Err(shape("batch", problem.batch, "up to 65535"));
+        return Err(shape("batch", problem.batch, "expected at most 65535"));
     }
     for (name, value, allowed) in [
         ("planes", c.planes, &[1u32, 2, 3, 4, 6, 8, 12, 16][..]),
@@ -181,24 +181,27 @@ pub(super) fn check(
         ("stages", c.stages, &[1, 2, 3, 4, 6, 8]),
     ] {
         if !allowed.contains(&value) {
-            return Err(shape(name, value, &format!("one of {allowed:?}")));
+            return Err(shape(name, value, &format!("expected one of {allowed:?}")));
         }
     }
     if !(1..=SplitConfig::MAX_SPLITS).contains(&c.splits) {
-        let why = format!("1 to {}", SplitConfig::MAX_SPLITS);
+        let why = format!("expected 1 to {}", SplitConfig::MAX_SPLITS);
         return Err(shape("splits", c.splits, &why));
     }
     if c.splits > 1 && work_tiles(problem) > u64::from(COUNTERS) {
-        let why = format!("{} shares of work need not be cut", work_tiles(problem));
+        let why = format!(
+            "expected 1, because {} work tiles already fill the device",
+            work_tiles(problem)
+        );
         return Err(shape("splits", c.splits, &why));
     }
     let block = problem.layout.block_size();
     if block > 0 && c.tile_kv > block {
-        return Err(shape("tile_kv", c.tile_kv, "a tile lies within a page"));
+        return Err(shape("tile_kv", c.tile_kv, "expected a tile no longer than a page"));
     }
     let plan = SplitPlan::new(*c, problem);
     if plan.registers() > 255 {
-        return Err(shape("tile_kv", c.tile_kv, "sums and scores would spill"));
+        return Err(shape("tile_kv", c.tile_kv, "accumulators and scores would spill registers"));
     }
     limits(arch, c.units(), plan.shared_bytes())
 }

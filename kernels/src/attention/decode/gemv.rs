@@ -123,30 +123,34 @@ pub(super) fn check(
     // The path needs a fixed plane size and shuffles.
     let fixed = arch.plane_size.0 == arch.plane_size.1;
     if !arch.plane_shuffles() || !fixed {
-        return Err(lacks("planes of one size"));
+        return Err(lacks("plane shuffles and a fixed plane size"));
     }
     for (name, value) in [("units", c.units), ("keys", c.keys)] {
         if !value.is_power_of_two() || value > 1024 {
-            return Err(shape(name, value, "a power of two, 1024 at most"));
+            return Err(shape(name, value, "expected a power of two up to 1024"));
         }
     }
     if !c.units.is_multiple_of(arch.plane_size.0) {
-        return Err(shape("units", c.units, "whole planes"));
+        return Err(shape("units", c.units, "expected a multiple of the plane size"));
     }
     if !(1..=MAX_SPLITS).contains(&c.splits) {
-        return Err(shape("splits", c.splits, &format!("1 to {MAX_SPLITS}")));
+        return Err(shape("splits", c.splits, &format!("expected 1 to {MAX_SPLITS}")));
     }
     let width = width(arch, p) as u32;
     if !width.is_multiple_of(4) {
-        return Err(shape("head_dim", p.head_dim, "rows are not whole vectors"));
+        return Err(shape("head_dim", p.head_dim, "expected rows of whole vectors"));
     }
     // Each is one dimension of the grid.
     if p.batch > 65_535 || p.kv_heads > 65_535 {
-        return Err(shape("batch", p.batch, "up to 65535"));
+        return Err(shape("batch", p.batch, "expected at most 65535"));
     }
     let plan = GemvPlan::new(arch, *c, p);
     if plan.registers(width) > 192 {
-        return Err(shape("keys", c.keys, "sums and positions under way would spill"));
+        return Err(shape(
+            "keys",
+            c.keys,
+            "accumulators and loaded positions would spill registers",
+        ));
     }
     limits(arch, c.units, plan.shared_bytes())
 }

@@ -103,48 +103,57 @@ pub struct DecodeProblem {
 /// Reason why a decode problem is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidDecode {
-    #[error("{axis} is 0\nhint: an empty attention has no kernel to run; skip it")]
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty attention")]
     Empty { axis: &'static str },
-    #[error("{0} new positions\nhint: up to 16 are decoded; more are a prompt, for `attention`")]
+    #[error(
+        "expected at most 16 new positions per sequence, got {0}\nhint: call `attention` to \
+         prefill a longer prompt"
+    )]
     Queries(u32),
     #[error(
-        "{heads} heads do not divide among {kv_heads} key heads\nhint: each key head serves as many \
-         query heads as the others"
+        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
+         number of query heads for every key head"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(
-        "{operand} steps {stride} elements between positions of {width}\nhint: positions may lie apart, \
-         not over each other"
+        "expected {operand} with a stride of at least the row width, got stride {stride} for a \
+         width of {width} elements\nhint: pass rows that do not overlap; gaps are allowed"
     )]
     Stride { operand: &'static str, stride: u64, width: u32 },
-    #[error("pages of {0} positions\nhint: a power of two from 16 on")]
+    #[error(
+        "expected a page size that is a power of two of at least 16 positions, got {0}\nhint: \
+         allocate the cache with larger pages, for example of 16 positions"
+    )]
     BlockSize(u32),
     #[error(
-        "a sequence of {longest} positions in a cache that holds {capacity} of each\nhint: make the cache \
-         larger, or `longest` smaller"
+        "`longest` is {longest} positions, but the cache holds {capacity} per sequence\nhint: \
+         enlarge the cache, or lower `longest`"
     )]
     Capacity { longest: u32, capacity: u64 },
-    #[error("softcap is {0}\nhint: it is positive and finite; leave it out for none")]
+    #[error("expected a finite softcap above 0, got {0}\nhint: omit `softcap` to disable it")]
     Softcap(f32),
-    #[error("scale is {0}\nhint: it is positive and finite; fold a sign into q")]
+    #[error("expected a finite scale above 0, got {0}\nhint: fold the sign into q")]
     Scale(f32),
-    #[error("attention is not computed in {0}\nhint: f32, f16 or bf16")]
+    #[error("expected f32, f16 or bf16 attention operands, got {0}\nhint: cast q, k and v")]
     DType(DType),
-    #[error("a cache of {cache} for {dtype}\nhint: {dtype} or i8")]
+    #[error(
+        "expected a KV cache in the dtype of the queries or i8, got {cache} with {dtype} \
+         queries\nhint: allocate the cache in {dtype} or i8"
+    )]
     Cache { cache: DType, dtype: DType },
     #[error(
-        "{have} {what} for {need}\nhint: a length for each sequence; a table of `max_blocks` entries for each, \
-         for a paged cache alone"
+        "got {have} {what}, expected {need}\nhint: pass one length per sequence, and `max_blocks` \
+         table entries per sequence for a paged cache only"
     )]
     Count { what: &'static str, have: usize, need: usize },
     #[error(
-        "sequence {sequence} has {length} positions, the longest was to have {longest}\nhint: `longest` is \
-         the bound of every length"
+        "sequence {sequence} has {length} positions, expected at most `longest`, which is \
+         {longest}\nhint: raise `longest` to the largest length"
     )]
     Length { sequence: usize, length: u32, longest: u32 },
     #[error(
-        "sequence {sequence} has block {block} as its {index}th, the cache has {blocks}\nhint: blocks are \
-         counted from 0"
+        "block table of sequence {sequence} has block {block} at index {index}, but the cache has \
+         {blocks} blocks\nhint: number blocks from 0"
     )]
     Block { sequence: usize, index: usize, block: u32, blocks: u32 },
 }
@@ -503,20 +512,23 @@ mod tests {
     fn mistakes_are_named() {
         let p = paged();
         let bad = |p: DecodeProblem| hinted(&p.checked().expect_err("a mistake"));
-        assert!(bad(DecodeProblem { seq_q: 17, ..p }).contains("17 new positions"));
-        assert!(bad(DecodeProblem { kv_heads: 3, ..p }).contains("8 heads"));
+        assert!(bad(DecodeProblem { seq_q: 17, ..p }).contains("got 17\n"));
+        assert!(bad(DecodeProblem { kv_heads: 3, ..p }).contains("8 query heads"));
         assert!(bad(DecodeProblem { longest: 113, ..p }).contains("holds 112"));
         assert!(bad(DecodeProblem { cache: DType::Bf16, ..p }).contains("f16 or i8"));
-        assert!(bad(DecodeProblem { dtype: DType::I8, ..p }).contains("not computed in i8"));
+        assert!(bad(DecodeProblem { dtype: DType::I8, ..p }).contains("got i8\n"));
         for wrong in [f32::NAN, f32::INFINITY, 0.0] {
             assert!(
-                bad(DecodeProblem { scale: wrong, ..p }).contains(&format!("scale is {wrong}"))
+                bad(DecodeProblem { scale: wrong, ..p }).contains(&format!("above 0, got {wrong}"))
             );
-            assert!(bad(DecodeProblem { softcap: Some(wrong), ..p }).contains("softcap is "));
+            assert!(
+                bad(DecodeProblem { softcap: Some(wrong), ..p })
+                    .contains("finite softcap above 0, got ")
+            );
         }
         let mut short = p;
         short.k.seq = 1;
-        assert!(bad(short).contains("k steps 1"));
+        assert!(bad(short).contains("k with a stride"));
         for block_size in [0, 8, 24] {
             let layout = CacheLayout::Paged { block_size, blocks: 9, max_blocks: 9 };
             assert!(bad(DecodeProblem { layout, ..p }).contains("power of two"));

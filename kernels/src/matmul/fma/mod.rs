@@ -126,30 +126,42 @@ impl Path for FmaConfig {
 
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         if problem.precision == Precision::Tf32 {
-            return Err(lacks("tf32 without matrix instructions"));
+            return Err(lacks("matrix instructions for tf32"));
         }
         if arch.cores().is_some() {
-            return Err(lacks("cheap barriers"));
+            return Err(lacks("cheap barriers (a GPU)"));
         }
         if self.stages == 2 || self.stages > 1 && !arch.async_copy {
             return Err(lacks("asynchronous copies"));
         }
         if self.stages > 1 && problem.precision != Precision::F32 {
-            return Err(shape("stages", self.stages, "the ring is read in chunks of four f32"));
+            return Err(shape("stages", self.stages, "more than one stage needs f32 operands"));
         }
         if self.stages > 1 && (self.tile_k % 8 != 0 || !self.tile_k.is_power_of_two()) {
-            let why = "the ring is read in pairs of passes, four deep each";
+            let why = "expected a power of two that is a multiple of 8";
             return Err(shape("tile_k", self.tile_k, why));
         }
         if self.own_m % 4 != 0 || self.own_n % 4 != 0 {
-            return Err(shape("own_m", self.own_m, "a unit owns whole vectors of four"));
+            return Err(shape(
+                "own_m",
+                self.own_m,
+                "expected own_m and own_n to be multiples of 4",
+            ));
         }
         if self.own_m * self.own_n + 4 * self.own_m > 192 {
-            return Err(shape("own_m", self.own_m, "sums and operands would spill"));
+            return Err(shape(
+                "own_m",
+                self.own_m,
+                "accumulators and operands would spill registers",
+            ));
         }
         let (tile_m, tile_n) = self.tile();
         if [tile_m, tile_n].iter().any(|t| t * self.tile_k / 4 % self.units() != 0) {
-            return Err(shape("groups_m", self.groups_m, "the copies of a tile do not divide"));
+            return Err(shape(
+                "groups_m",
+                self.groups_m,
+                "the units cannot share the copies of a tile equally",
+            ));
         }
         limits(arch, self.units(), self.shared_bytes(problem.precision.storage().size()))
     }

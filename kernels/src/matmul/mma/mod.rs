@@ -185,49 +185,62 @@ impl MmaConfig {
         }
         let powers = [("tile_m", self.tile_m), ("tile_n", self.tile_n), ("tile_k", self.tile_k)];
         if let Some((name, value)) = powers.into_iter().find(|(_, v)| !v.is_power_of_two()) {
-            return Err(shape(name, value, "tiles are powers of two, or the swizzle leaves them"));
+            return Err(shape(
+                name,
+                value,
+                "expected a power of two, because the swizzle stays within a tile",
+            ));
         }
         let (part_m, part_n) = self.plane_tile();
         if part_m % 16 != 0 || part_m == 0 {
-            return Err(shape("tile_m", self.tile_m, "a plane needs a multiple of 16 rows"));
+            return Err(shape("tile_m", self.tile_m, "expected a multiple of 16 rows per plane"));
         }
         if part_n % 16 != 0 || part_n == 0 {
-            return Err(shape("tile_n", self.tile_n, "a plane needs a multiple of 16 columns"));
+            return Err(shape(
+                "tile_n",
+                self.tile_n,
+                "expected a multiple of 16 columns per plane",
+            ));
         }
         if self.tile_k % inst.k != 0 {
-            return Err(shape("tile_k", self.tile_k, "not a multiple of the instruction's depth"));
+            return Err(shape("tile_k", self.tile_k, "expected a multiple of the instruction's k"));
         }
         if self.tile_k / inst.k % 2 != 0 {
-            let why = "fragments alternate between two register sets";
+            let why = "expected an even number of k steps, because fragments alternate between two \
+                 register sets";
             return Err(shape("tile_k", self.tile_k, why));
         }
         if self.planes_m * self.planes_n > 32 {
-            return Err(shape("planes_m", self.planes_m, "a cube has 32 planes at most"));
+            return Err(shape("planes_m", self.planes_m, "expected at most 32 planes per cube"));
         }
         if self.parts > 1 && problem.batch_slices(arch).len() > 1 {
-            let why = "partial sums hold the batches of one launch";
+            let why = "split-k supports one launch only";
             return Err(shape("parts", self.parts, why));
         }
         if self.parts > 1 && problem.grouped {
-            return Err(shape("parts", self.parts, "groups fill the device as they are"));
+            return Err(shape("parts", self.parts, "a grouped matmul does not support split-k"));
         }
         let tiles_k = problem.k.div_ceil(self.tile_k);
         if (self.parts - 1) * self.part_tiles(problem.k) >= tiles_k {
-            return Err(shape("parts", self.parts, "every part needs a tile of k"));
+            return Err(shape("parts", self.parts, "expected at least one k tile per split"));
         }
         if self.stages < 2 {
-            return Err(shape("stages", self.stages, "a ring needs two"));
+            return Err(shape("stages", self.stages, "expected at least 2 stages"));
         }
         let units = self.units();
         if tiles.iter().any(|t| t.len() / t.chunk() % units as usize != 0) {
-            return Err(shape("planes_m", self.planes_m, "the copies of a tile do not divide"));
+            return Err(shape(
+                "planes_m",
+                self.planes_m,
+                "the units cannot share the copies of a tile equally",
+            ));
         }
         if tiles.iter().any(|t| t.elem == 4 && t.transposed && t.cols < 32) {
-            let why = "a transposed 4-byte tile needs 32 columns";
+            let why = "expected at least 32 columns for a transposed tile of 4-byte elements";
             return Err(shape("tile_n", self.tile_n, why));
         }
         if self.registers(precision.sums().size()) > 255 {
-            let why = "accumulators and fragments would spill";
+            let why = "accumulators and fragments would spill registers";
             return Err(shape("planes_n", self.planes_n, why));
         }
         let stage: u64 = tiles.iter().map(|tile| u64::from(tile.bytes())).sum();

@@ -128,10 +128,14 @@ pub(super) fn check(
 ) -> Result<(), Infeasible> {
     stores(arch, [p.dtype])?;
     if !p.has_halves() {
-        return Err(shape("n", p.weight.n, "both matrices of a gated product have half of it"));
+        return Err(shape(
+            "n",
+            p.weight.n,
+            "expected two matrices of n / 2 rows for a gated matmul",
+        ));
     }
     if p.norm == Some(NormKind::Layer) {
-        return Err(lacks("a path that takes the mean off rows that it multiplies"));
+        return Err(lacks("LayerNorm fused into a matmul"));
     }
     match config {
         Nf4MatmulConfig::Stream(c) => check_stream(arch, p, c),
@@ -284,22 +288,22 @@ fn check_stream(
 ) -> Result<(), Infeasible> {
     on_tensor_cores(arch, p)?;
     if p.m > 16 {
-        return Err(shape("m", p.m, "x of 16 rows at most lies in registers"));
+        return Err(shape("m", p.m, "expected at most 16 rows of x, which stay in registers"));
     }
     if !(1..=16).contains(&c.planes) {
-        return Err(shape("planes", c.planes, "1 to 16"));
+        return Err(shape("planes", c.planes, "expected 1 to 16"));
     }
     if !(1..=64).contains(&c.parts) {
-        return Err(shape("parts", c.parts, "1 to 64"));
+        return Err(shape("parts", c.parts, "expected 1 to 64"));
     }
     if p.norm.is_some() && p.dtype == DType::F16 {
-        return Err(lacks("room in f16 for rows that are not normalised yet"));
+        return Err(lacks("a dtype with more range than f16 for rows before their norm"));
     }
     if p.norm.is_some() && c.parts > 1 {
-        return Err(shape("parts", c.parts, "rows are normalised where one cube has all of k"));
+        return Err(shape("parts", c.parts, "a fused norm does not support split-k"));
     }
     if c.reach() < p.weight.k {
-        return Err(shape("planes", c.planes, "the planes of all parts do not cover k"));
+        return Err(shape("planes", c.planes, "expected planes times splits to cover k"));
     }
     limits(arch, c.units(), stream_plan(p, c).shared_bytes())
 }
@@ -320,12 +324,12 @@ fn check_fused(
         ("stages", c.stages, &[2, 3, 4, 5, 6]),
     ] {
         if !allowed.contains(&value) {
-            return Err(shape(name, value, &format!("one of {allowed:?}")));
+            return Err(shape(name, value, &format!("expected one of {allowed:?}")));
         }
     }
     parts_have_quads(p, c.parts)?;
     if c.registers() > 255 {
-        return Err(shape("tile_m", c.tile_m, "sums would spill"));
+        return Err(shape("tile_m", c.tile_m, "accumulators would spill registers"));
     }
     limits(arch, c.units(), fused_plan(p, c).shared_bytes())
 }
@@ -347,12 +351,12 @@ fn check_shared(
         ("stages", c.stages, &[2, 3, 4, 5, 6]),
     ] {
         if !allowed.contains(&value) {
-            return Err(shape(name, value, &format!("one of {allowed:?}")));
+            return Err(shape(name, value, &format!("expected one of {allowed:?}")));
         }
     }
     // A unit then has the maximum number of registers.
     if c.planes() > 8 {
-        return Err(shape("planes_n", c.planes_n, "eight planes at most"));
+        return Err(shape("planes_n", c.planes_n, "expected at most 8 planes"));
     }
     parts_have_quads(p, c.parts)?;
     limits(arch, 32 * c.planes(), shared_plan(p, c).shared_bytes())
@@ -362,7 +366,11 @@ fn check_shared(
 fn parts_have_quads(p: &Nf4MatmulProblem, parts: u32) -> Result<(), Infeasible> {
     let steps = p.weight.k / 64;
     if !(1..=64).contains(&parts) || (parts - 1) * part_steps(p.weight.k, parts) >= steps {
-        return Err(shape("parts", parts, "each has at least 256 of k"));
+        return Err(shape(
+            "parts",
+            parts,
+            "expected 1 to 64 splits of at least 256 k elements each",
+        ));
     }
     Ok(())
 }
@@ -370,7 +378,7 @@ fn parts_have_quads(p: &Nf4MatmulProblem, parts: u32) -> Result<(), Infeasible> 
 /// Checks that the weight is in tiles and the device has the instructions for it.
 fn on_tensor_cores(arch: &ArchProfile, p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     if p.weight.order != Order::Tiles {
-        return Err(shape("k", p.weight.k, "the weight does not lie in tiles"));
+        return Err(shape("k", p.weight.k, "expected a weight in tiles, got rows"));
     }
     multiplies(arch, p.dtype)
 }
@@ -389,7 +397,7 @@ fn multiplies(arch: &ArchProfile, dtype: DType) -> Result<(), Infeasible> {
 fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
     match p.norm {
         None => Ok(()),
-        Some(_) => Err(lacks("a path that normalises so many rows as it multiplies them")),
+        Some(_) => Err(lacks("a norm fused into this matmul")),
     }
 }
 
@@ -397,7 +405,7 @@ fn unnormed(p: &Nf4MatmulProblem) -> Result<(), Infeasible> {
 pub(super) fn subgroup_problem(p: &Nf4MatmulProblem) -> Result<SubgroupProblem, Infeasible> {
     unnormed(p)?;
     if p.weight.order != Order::Rows {
-        return Err(lacks("rows: the weight lies in tiles"));
+        return Err(lacks("a weight in rows, not in tiles"));
     }
     let (Weight { n, k, .. }, precision) = (p.weight, p.dense().precision);
     Ok(SubgroupProblem { m: p.m, n, k, precision, bits: 4, glu: p.glu })
@@ -407,20 +415,25 @@ fn check_gemv(arch: &ArchProfile, p: &Nf4MatmulProblem, c: &GemvConfig) -> Resul
     limits(arch, c.units, 0)?;
     let halves = c.lanes.is_power_of_two() && c.units % c.lanes == 0;
     if !halves || c.lanes > 1 && c.units < 16 {
-        let why = "a power of two that units divide among, and 16 fill the book";
+        let why =
+            "expected a power of two that divides the units, and at least 16 units if above 1";
         return Err(shape("lanes", c.lanes, why));
     }
     if arch.cores().is_some() && c.lanes != 1 {
-        return Err(lacks("cheap barriers"));
+        return Err(lacks("cheap barriers (a GPU)"));
     }
     if !(1..=8).contains(&c.rows) || p.glu && c.rows % 2 != 0 {
-        return Err(shape("rows", c.rows, "1 to 8, half of them of either matrix of two"));
+        return Err(shape(
+            "rows",
+            c.rows,
+            "expected 1 to 8, and an even number for a gated matmul",
+        ));
     }
     if !(1..=8).contains(&c.columns) {
-        return Err(shape("columns", c.columns, "1 to 8"));
+        return Err(shape("columns", c.columns, "expected 1 to 8"));
     }
     if p.weight.n.div_ceil(c.rows_of_cube()) > 65_535 {
-        return Err(shape("n", p.weight.n, "more cubes than a grid has in a line"));
+        return Err(shape("n", p.weight.n, "expected at most 65535 cubes in one grid dimension"));
     }
     limits(arch, c.units, super::gemv_plan(arch, p, c).shared_bytes())
 }
@@ -434,11 +447,15 @@ fn check_dense(
     Nf4Dequantize::check(arch, &p.dequantized(), &c.dequantize)?;
     if p.glu {
         if p.epilogue.gate {
-            return Err(lacks("a product with two gates"));
+            return Err(lacks("a matmul with two gates"));
         }
         // The second matrix and its bias begin within a buffer.
         if !arch.unaligned_buffers() && !p.halves_are_aligned() {
-            return Err(shape("n", p.weight.n, "buffers begin at multiples of 256 bytes"));
+            return Err(shape(
+                "n",
+                p.weight.n,
+                "expected the second matrix and its bias aligned to 256 bytes",
+            ));
         }
         Matmul::check(arch, &p.ungated(), &c.matmul)?;
     }

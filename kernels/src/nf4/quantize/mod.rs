@@ -144,11 +144,11 @@ impl Kernel for Nf4Quantize {
     ) -> Result<(), Infeasible> {
         stores(arch, [p.dtype])?;
         if c.lanes == 0 || c.units % c.lanes != 0 || (p.weight.block_size / 8) % c.lanes != 0 {
-            let why = "units of a cube and words of a block divide among them";
+            let why = "expected a divisor of the units per cube and of the words per block";
             return Err(shape("lanes", c.lanes, why));
         }
         if arch.cores().is_some() && c.lanes != 1 {
-            return Err(lacks("cheap barriers"));
+            return Err(lacks("cheap barriers (a GPU)"));
         }
         limits(arch, c.units, if c.lanes > 1 { c.units * 4 } else { 0 })
     }
