@@ -1,11 +1,8 @@
-//! Embeds the commit in the program and exports the symbols that it needs.
+//! Embeds the commit in the program.
 
 #[path = "../crates/cli/commit.rs"]
 mod commit;
-#[path = "../crates/arch/export.rs"]
-mod export;
 
 fn main() {
     commit::main();
-    export::main();
 }

@@ -119,7 +119,7 @@ impl ModelCase {
                 let dtype = Some(*compute);
                 let options =
                     EngineOptions { dtype, quant: *quant, policy, ..EngineOptions::default() };
-                Engine::random(&device, shape, &options)?
+                Engine::random(&device, shape, &options, |_| {})?
             }
         })
     }

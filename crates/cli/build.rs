@@ -1,10 +1,7 @@
-//! Build script: sets the commit that the program reports and exports the symbols of CPU kernels.
+//! Embeds the commit in the program.
 
 mod commit;
-#[path = "../arch/export.rs"]
-mod export;
 
 fn main() {
     commit::main();
-    export::main();
 }

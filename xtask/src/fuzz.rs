@@ -17,7 +17,7 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
     let place = Place::find()?;
     let root = place.workspace()?;
     setup::prepare(&place, Wants { cuda: Cuda::Installed, gl: false })?;
-    let tests = ["test", "--release", "-p", "text", "-p", "flashover", "--test", "it"];
+    let tests = ["test", "--release", "-p", "flashover-text", "-p", "flashover", "--test", "it"];
     run_cargo(root, &[&tests[..], &["--no-run"]].concat())?;
     let cargo = place::cargo_in(root);
     let mut limited = Command::new("sh");

@@ -69,6 +69,12 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         cargo_test(linted(root), &[], counts)?;
         Ok(Outcome::Passed)
     })?;
+    // With one back end, all that is optional is compiled without its feature somewhere.
+    steps.step("features", |_| {
+        let features = ["--no-default-features", "--features", "cpu"];
+        run_cargo(root, &[&["check", "--release", "-p", "flashover"][..], &features].concat())?;
+        Ok(Outcome::Passed)
+    })?;
     steps.step("targets", |_| targets(&programs, &ready))?;
     for backend in [Backend::Cpu, Backend::WebGpu] {
         steps

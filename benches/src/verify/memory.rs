@@ -44,14 +44,14 @@ pub(super) fn jobs(device: &Device, exhaust: bool) -> Vec<Job> {
 fn limited(device: &Device) -> Result<Verdict, CheckError> {
     let (device, policy) = (&flashover::Device::from(device.clone()), Some(Policy::Default));
     let options = EngineOptions { policy, ..EngineOptions::default() };
-    let engine = Engine::random(device, SHAPE, &options).map_err(failed)?;
+    let engine = Engine::random(device, SHAPE, &options, |_| {}).map_err(failed)?;
     let plan = engine.plan(Workload::new(1, SHORT)).map_err(failed)?;
     drop(engine);
     let limit_bytes = Some(plan.peak_bytes());
     let budget = MemoryBudget { limit_bytes, ..MemoryBudget::default() };
     let before = flashover::memory::MemoryUsage::read(device).used_bytes;
-    let engine =
-        Engine::random(device, SHAPE, &EngineOptions { budget, ..options }).map_err(failed)?;
+    let engine = Engine::random(device, SHAPE, &EngineOptions { budget, ..options }, |_| {})
+        .map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
     let held = used_after_clearing(&engine)?;
     for _ in 0..3 {
@@ -74,7 +74,7 @@ fn limited(device: &Device) -> Result<Verdict, CheckError> {
 /// Other allocations fill the card. A sequence that does not fit must fail with an out-of-memory error.
 fn exhausted(device: &Device) -> Result<Verdict, CheckError> {
     let options = EngineOptions { policy: Some(Policy::Default), ..EngineOptions::default() };
-    let engine = Engine::random(&device.clone().into(), SHAPE, &options).map_err(failed)?;
+    let engine = Engine::random(&device.clone().into(), SHAPE, &options, |_| {}).map_err(failed)?;
     let want = logits(&engine, SHORT).map_err(failed)?;
     let held = used_after_clearing(&engine)?;
     let others = take(device, free(device)?.saturating_sub(LEFT));

@@ -36,32 +36,48 @@ impl AdapterFacts {
     }
 }
 
+/// Returns true if this program was built with a backend.
+const fn is_built(backend: Backend) -> bool {
+    match backend {
+        Backend::Cuda => cfg!(feature = "cuda"),
+        Backend::Vulkan | Backend::WebGpu => cfg!(feature = "vulkan"),
+        Backend::Cpu => cfg!(feature = "cpu"),
+    }
+}
+
 /// Adapters that `backend` opens, in order: hardware for Vulkan, hardware before software for WebGPU.
 pub(crate) fn backend_adapters(backend: Backend) -> Vec<AdapterFacts> {
     match backend {
         Backend::Vulkan => {
-            let mut found = adapters(wgpu::Backends::VULKAN);
+            let mut found = adapters(backend);
             found.retain(|a| !a.software);
             found
         }
-        Backend::WebGpu => adapters(wgpu::Backends::GL),
+        Backend::WebGpu => adapters(backend),
         Backend::Cuda | Backend::Cpu => Vec::new(),
     }
 }
 
 /// Returns the graphics adapters that are not software: Vulkan's, or OpenGL's if Vulkan has none.
 pub(crate) fn hardware_adapters() -> Vec<AdapterFacts> {
-    let hardware = |api| {
-        let mut found = adapters(api);
+    let hardware = |backend| {
+        let mut found = adapters(backend);
         found.retain(|a| !a.software);
         found
     };
-    let found = hardware(wgpu::Backends::VULKAN);
-    if found.is_empty() { hardware(wgpu::Backends::GL) } else { found }
+    let found = hardware(Backend::Vulkan);
+    if found.is_empty() { hardware(Backend::WebGpu) } else { found }
 }
 
-/// Returns all adapters of one graphics API, hardware first.
-fn adapters(api: wgpu::Backends) -> Vec<AdapterFacts> {
+#[cfg(not(feature = "vulkan"))]
+const fn adapters(_: Backend) -> Vec<AdapterFacts> {
+    Vec::new()
+}
+
+/// Returns all adapters of the graphics API of a backend, hardware first.
+#[cfg(feature = "vulkan")]
+fn adapters(backend: Backend) -> Vec<AdapterFacts> {
+    let api = if backend == Backend::Vulkan { wgpu::Backends::VULKAN } else { wgpu::Backends::GL };
     let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
     descriptor.backends = api;
     let instance = wgpu::Instance::new(descriptor);
@@ -115,6 +131,15 @@ pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
             out.push(Missing { what: what.to_owned(), how: how.to_owned() });
         }
     };
+    if !is_built(backend) {
+        let feature = if backend == Backend::WebGpu { Backend::Vulkan } else { backend };
+        need(
+            true,
+            "this program was built without it",
+            &format!("enable the feature `{feature}` of the crate `flashover`"),
+        );
+        return out;
+    }
     match backend {
         Backend::Cuda => {
             need(

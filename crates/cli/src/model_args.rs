@@ -19,8 +19,8 @@ use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::memory::{MemoryBudget, Plan, Preset, Workload};
 use flashover::train::Adapter;
 use flashover::{
-    Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError, ModelFolder, OpenError,
-    Policy, WeightFormat,
+    Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError, LoadProgress,
+    ModelFolder, OpenError, Policy, WeightFormat,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -427,8 +427,15 @@ pub(crate) fn loaded(
     folder: ModelFolder,
     options: &EngineOptions,
 ) -> anyhow::Result<Engine> {
-    let bar = bar("loading {wide_bar} {percent}%{msg}")?;
-    let engine = Engine::from_folder(device, folder, options, |progress| {
+    with_progress(|report| Engine::from_folder(device, folder, options, report))
+}
+
+/// Shows the progress of `load`, and what the model runs on.
+fn with_progress(
+    load: impl FnOnce(&mut dyn FnMut(LoadProgress)) -> Result<Engine, LoadError>,
+) -> anyhow::Result<Engine> {
+    let bar = bar("loading {wide_bar} {percent}%, {eta} left{msg}")?;
+    let engine = load(&mut |progress| {
         bar.set_length(progress.parts as u64);
         bar.set_position(progress.done as u64);
         if progress.kernels > 0 {
@@ -466,6 +473,9 @@ impl Subject<'_> {
     }
 }
 
+/// Memory of a model that a CPU runs slowly, in bytes.
+const MUCH: u64 = 4 << 30;
+
 impl SubjectArgs {
     /// Returns the shape or the folder. Downloads the model if it is a name on the Hub.
     pub(crate) fn subject(&self) -> anyhow::Result<Subject<'_>> {
@@ -487,7 +497,7 @@ impl SubjectArgs {
     pub(crate) fn check(&self, device: &Device, tests: &[SpeedTest]) -> anyhow::Result<()> {
         let (subject, options) = (self.subject()?, self.load.options());
         // At the same batch, the longest sequences take the most memory.
-        let mut longest = BTreeMap::new();
+        let (mut longest, mut peak) = (BTreeMap::new(), 0);
         for SpeedTest { prompt, generated, depth, batch } in tests {
             let positions = depth.saturating_add(*prompt).saturating_add(*generated);
             let own = longest.entry(*batch).or_insert(positions);
@@ -496,7 +506,13 @@ impl SubjectArgs {
         for (batch, positions) in longest {
             let workload = Workload::new(batch, positions);
             let plan = subject.plan(device.profile(), &options, workload)?;
-            plan.fitting()?;
+            peak = peak.max(plan.fitting()?.peak_bytes());
+        }
+        if device.backend() == Backend::Cpu && peak > MUCH {
+            command::note!(
+                "note: {:.0} GiB are much for a CPU: loading takes minutes, and a token takes seconds",
+                peak as f64 / f64::from(1 << 30)
+            );
         }
         Ok(())
     }
@@ -514,7 +530,9 @@ impl SubjectArgs {
                 target.map_or(Ok(()), |target| spared(&folder, target))?;
                 loaded(device, folder, &self.load.options())?
             }
-            Subject::Shape(shape) => Engine::random(device, shape, &self.load.options())?,
+            Subject::Shape(shape) => {
+                with_progress(|report| Engine::random(device, shape, &self.load.options(), report))?
+            }
         })
     }
 }

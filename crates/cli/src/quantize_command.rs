@@ -10,7 +10,7 @@ use flashover::WeightFormat;
 use flashover::quantize::{Figures, QuantizeOptions, QuantizedModel, quantize_model_until};
 
 use crate::interrupt;
-use crate::model_args::{DeviceArgs, HubArgs, all_spared};
+use crate::model_args::{DeviceArgs, HubArgs, all_spared, bar};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -66,7 +66,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     file.as_ref().map_or(Ok(()), |file| all_spared(files(&model), file))?;
     let device = args.device.open()?;
     let _listening = interrupt::listen()?;
-    let made = quantize_model_until(&device, &model, &args.output, &options, &interrupt::came)?;
+    let bar = bar("quantising {wide_bar} {percent}%, {eta} left")?;
+    let made = quantize_model_until(&device, &model, &args.output, &options, &|progress| {
+        bar.set_length(progress.parts as u64);
+        bar.set_position(progress.done as u64);
+        interrupt::came()
+    });
+    bar.finish_and_clear();
+    let made = made?;
     let mut text = String::new();
     match file {
         Some(file) => file.write((serde_json::to_string_pretty(&made)? + "\n").as_bytes())?,

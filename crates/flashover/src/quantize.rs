@@ -17,6 +17,7 @@ mod matrix;
 mod peaks;
 mod shards;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -254,10 +255,20 @@ pub fn quantize_model(
     output: &Path,
     options: &QuantizeOptions,
 ) -> Result<QuantizedModel, QuantizeError> {
-    quantize_model_until(device, model, output, options, &|| false)
+    quantize_model_until(device, model, output, options, &|_| false)
 }
 
-/// Runs [`quantize_model`], and ends before the next tensor or file if `stop` returns true.
+/// Progress of a quantisation. Its parts are tensors to write, matrices to compare and files to copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct QuantizeProgress {
+    /// Number of finished parts.
+    pub done: usize,
+    /// Number of all parts.
+    pub parts: usize,
+}
+
+/// Runs [`quantize_model`], calls `stop` before each part, and ends if it returns true.
 ///
 /// # Errors
 /// The errors of [`quantize_model`]; [`QuantizeError::Stopped`].
@@ -266,9 +277,8 @@ pub fn quantize_model_until(
     model: &Path,
     output: &Path,
     options: &QuantizeOptions,
-    stop: &dyn Fn() -> bool,
+    stop: &dyn Fn(QuantizeProgress) -> bool,
 ) -> Result<QuantizedModel, QuantizeError> {
-    let go_on = || if stop() { Err(QuantizeError::Stopped) } else { Ok(()) };
     if !options.format.info().in_files {
         return Err(QuantizeError::NotStored(NotStored::Format(options.format)));
     }
@@ -279,6 +289,12 @@ pub fn quantize_model_until(
     let job = Job::new(&weights, options)?;
     let config = folder::config(model, job.compute_dtype(), options)?;
     let others = folder::others(model, weights.checkpoint())?;
+    let tensors: usize = job.shards.iter().map(|shard| shard.tensors.len()).sum();
+    let (parts, done) = (tensors + job.matrices.len() + others.len() + 1, Cell::new(0));
+    let go_on = || match stop(QuantizeProgress { done: done.replace(done.get() + 1), parts }) {
+        true => Err(QuantizeError::Stopped),
+        false => Ok(()),
+    };
     let staging = target.begin()?;
     let mut peaks = Peaks::start();
     let mut sizes = BTreeMap::new();

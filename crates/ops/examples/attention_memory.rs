@@ -4,7 +4,7 @@
 //! 76, 140, 268 and 653 MiB for 2048, 4096, 8192 and 16384 positions; the last exceeds linear growth. One
 //! score matrix alone would take 128 to 8192 MiB (`benches/baselines/cuda-sm90-132/attention_memory.jsonl`).
 //!
-//! `cargo run --release -p ops --example attention_memory -- cuda`
+//! `cargo run --release -p flashover-ops --example attention_memory -- cuda`
 
 use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use ops::{AttentionOptions, Ctx, OpError, attention};

@@ -15,6 +15,8 @@ mod toolkit;
 pub use known::Known;
 pub use nvrtc::CompileError;
 pub use occupancy::{Limits, occupancy};
-pub use properties::{properties, target_properties};
+pub use properties::properties;
+#[cfg(feature = "cuda")]
+pub use properties::target_properties;
 pub use store::{Missing, compile};
 pub use toolkit::{Toolkit, ToolkitError, Usage};

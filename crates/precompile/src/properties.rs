@@ -1,13 +1,13 @@
 //! Properties of cards that the machine does not have, as CubeCL's runtime would report them.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use arch::ArchProfile;
-use cubecl::__private::Runtime;
 use cubecl::features::TypeUsage;
 use cubecl::ir::{
     DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
-    MemoryDeviceProperties, TargetProperties, VectorSize,
+    MemoryDeviceProperties, VectorSize,
 };
 use cubecl::profile::TimingMethod;
 use cubecl_cpp::cuda::arch::CudaArchitecture;
@@ -64,6 +64,21 @@ pub fn properties(arch: &ArchProfile) -> Arc<DeviceProperties> {
 }
 
 /// Returns CUDA's layout of matrix fragments.
-pub fn target_properties() -> Arc<TargetProperties> {
+#[cfg(feature = "cuda")]
+pub fn target_properties() -> Arc<cubecl::ir::TargetProperties> {
+    use cubecl::__private::Runtime;
     Arc::new(cubecl::cuda::CudaRuntime::target_properties())
+}
+
+/// Returns the folders of CUDA's headers.
+#[cfg(feature = "cuda")]
+pub(crate) fn headers() -> Vec<PathBuf> {
+    use cubecl::cuda::install;
+    vec![install::include_path(), install::cccl_include_path()]
+}
+
+/// Returns no folder: without CUDA, no device has a store to fill.
+#[cfg(not(feature = "cuda"))]
+pub(crate) const fn headers() -> Vec<PathBuf> {
+    Vec::new()
 }

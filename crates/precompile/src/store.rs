@@ -8,7 +8,6 @@ use std::collections::HashSet;
 use std::ffi::c_char;
 
 use arch::{Backend, Device};
-use cubecl::cuda::install;
 use cubecl::prelude::{CubeKernel, KernelId};
 use cubecl_environment::persistence::Store;
 use cubecl_server::compiler::{KernelCacheKey, build_id_hash, compilation_store, store_compiled};
@@ -18,6 +17,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::nvrtc::{self, CompileError, Output};
+use crate::properties::headers;
 use crate::source::expand;
 
 /// A compiled kernel in CubeCL's store, with the fields of CubeCL's private `PtxCacheEntry` in the same order. `ptx`
@@ -116,9 +116,8 @@ fn key(id: &KernelId) -> KernelCacheKey {
 
 fn machine_code(kernel: &dyn CubeKernel, sm: u32) -> Result<Entry, CompileError> {
     let source = expand(kernel, sm)?.source()?;
-    let include = [install::include_path(), install::cccl_include_path()];
     Ok(Entry {
-        ptx: nvrtc::compile(&source.text, sm, &include, Output::Cubin)?,
+        ptx: nvrtc::compile(&source.text, sm, &headers(), Output::Cubin)?,
         entrypoint_name: source.entry,
         shared_mem_bytes: source.shared_bytes,
         io: source.io,

@@ -76,7 +76,7 @@ impl Toolkit {
         let out = Command::new(&ptxas).arg("--version").output()?;
         let assembler = String::from_utf8_lossy(&out.stdout);
         let assembler = assembler.lines().last().unwrap_or_default();
-        let versions = format!("{}, nvrtc {nvrtc}, ptxas {assembler}", cubecl());
+        let versions = format!("{}, nvrtc {nvrtc}, ptxas {assembler}", CUBECL);
         Ok(Self { ptxas, include, versions })
     }
 
@@ -147,17 +147,8 @@ impl Toolkit {
     }
 }
 
-/// Returns the crates that generate CUDA C++, with their versions from `Cargo.lock`.
-fn cubecl() -> String {
-    let locked = include_str!("../../../Cargo.lock").split("[[package]]").skip(1);
-    let names = locked.filter_map(|package| {
-        let field = |name: &str| package.lines().find_map(|l| l.strip_prefix(name));
-        let (name, version) = (field("name = ")?, field("version = ")?);
-        let part = ["\"cubecl", "\"pliron"].iter().any(|of| name.starts_with(of));
-        part.then(|| format!("{name} {version}").replace('"', ""))
-    });
-    names.collect::<Vec<_>>().join(", ")
-}
+/// Crates that generate CUDA C++, with their versions.
+const CUBECL: &str = env!("FLASHOVER_CUBECL");
 
 /// Parses the output of `ptxas -v`: `Used R registers`, `F bytes stack frame, S bytes spill stores, L bytes
 /// spill loads`. `shared` is passed on to the result.
@@ -181,7 +172,7 @@ mod tests {
 
     #[test]
     fn cubecl_is_what_was_locked() {
-        let parts = cubecl();
+        let parts = CUBECL;
         for part in ["cubecl-core 0.", "cubecl-cpp 0.", "cubecl-opt 0.", "pliron 0."] {
             assert!(parts.contains(part), "{part} in {parts}");
         }

@@ -323,7 +323,7 @@ mod tests {
     #[test]
     fn other_output_is_reported() {
         let broken = run(&lines(), "echo hello").unwrap().broken.unwrap();
-        assert!(broken.contains("no record") && broken.contains("hello\nhint: "), "{broken}");
+        assert!(broken.contains("not a record") && broken.contains("hello\nhint: "), "{broken}");
     }
 
     #[test]

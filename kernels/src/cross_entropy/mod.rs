@@ -419,8 +419,13 @@ mod tests {
     fn what_means_nothing_is_refused() {
         let good = CrossEntropyProblem::new(2, 10, DType::F32).expect("valid");
         let refused = |p: CrossEntropyProblem| p.checked().expect_err("refused").to_string();
-        assert!(refused(CrossEntropyProblem { rows: 0, ..good }).contains("rows, got 0"));
-        assert!(refused(CrossEntropyProblem { vocab: 0, ..good }).contains("vocab, got 0"));
+        assert!(
+            refused(CrossEntropyProblem { rows: 0, ..good }).contains("rows of at least 1, got 0")
+        );
+        assert!(
+            refused(CrossEntropyProblem { vocab: 0, ..good })
+                .contains("vocab of at least 1, got 0")
+        );
         assert!(refused(CrossEntropyProblem { stride: 9, ..good }).contains("got 9"));
         assert!(refused(CrossEntropyProblem { dtype: DType::I8, ..good }).contains("got i8"));
         for wrong in [0.0, -1.0, f32::NAN, f32::INFINITY] {

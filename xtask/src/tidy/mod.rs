@@ -62,7 +62,7 @@ fn tracked(root: &Path) -> Result<Vec<String>> {
     Ok(names.split('\0').filter(there).map(str::to_owned).collect())
 }
 
-/// Direct dependencies of each of our packages, by package name.
+/// Direct dependencies of each of our packages, by the name of the folder.
 fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     #[derive(Deserialize)]
     struct Metadata {
@@ -79,8 +79,9 @@ fn dependencies(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
     }
     let metadata: Metadata = serde_json::from_str(&metadata(root)?)
         .context("`cargo metadata` printed unexpected output")?;
+    let short = |name: String| name.strip_prefix("flashover-").map_or(name.clone(), str::to_owned);
     let names = |package: Package| {
-        (package.name, package.dependencies.into_iter().map(|d| d.name).collect())
+        (short(package.name), package.dependencies.into_iter().map(|own| short(own.name)).collect())
     };
     Ok(metadata.packages.into_iter().map(names).collect())
 }

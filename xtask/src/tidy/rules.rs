@@ -18,8 +18,11 @@ const TOP_LEVEL: [&str; 10] = [
     "xtask",
 ];
 
-/// Files of the public crate that name its optional parts.
-const OPTIONAL_PARTS: [&str; 3] = [
+/// Files that name optional parts of the public crate.
+const OPTIONAL_PARTS: [&str; 6] = [
+    "crates/arch/src/facts.rs",
+    "crates/precompile/src/lib.rs",
+    "crates/precompile/src/properties.rs",
     "crates/flashover/src/lib.rs",
     "crates/flashover/src/load_error.rs",
     "crates/flashover/src/engine/builder.rs",

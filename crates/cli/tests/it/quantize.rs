@@ -11,7 +11,8 @@ use std::time::Duration;
 use checkpoint::{Absmax, Checkpoint, DType, FourBit, Plan, Tensor, Weight, Writer};
 use flashover::WeightFormat;
 use flashover::quantize::{
-    QuantizeError, QuantizeOptions, QuantizedModel, quantize_model, quantize_model_until,
+    QuantizeError, QuantizeOptions, QuantizeProgress, QuantizedModel, quantize_model,
+    quantize_model_until,
 };
 use half::bf16;
 use models::Weights;
@@ -387,10 +388,12 @@ fn what_stays_as_it_is_against_what_one_may_expect_is_said_once() {
 fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     let place = Place::new();
     dense("llama_nf4", &place.path("model"), |_| {});
-    let asked = Cell::new(0);
+    let (asked, parts) = (Cell::new(0), Cell::new(0));
     let until = |max: usize, output: &str| {
         asked.set(0);
-        let stop = || {
+        let stop = |progress: QuantizeProgress| {
+            assert_eq!((progress.done, progress.parts > progress.done), (asked.get(), true));
+            parts.set(progress.parts);
             asked.set(asked.get() + 1);
             asked.get() > max
         };
@@ -400,6 +403,7 @@ fn one_that_is_stopped_leaves_nothing_whenever_that_is() {
     };
     until(usize::MAX, "whole").expect("it is not stopped");
     let all = asked.get();
+    assert_eq!(all, parts.get());
     // Stop before the first tensor, between tensors, and just before the final rename.
     for max in [0, 1, all / 2, all - 1] {
         let stopped = until(max, "out").expect_err("stopped");

@@ -92,7 +92,7 @@ impl Engine {
     }
 
     /// Returns a model with random weights in a published shape, for benchmarks. It has no tokenizer. `shape` is one of
-    /// [`Engine::shapes`].
+    /// [`Engine::shapes`]. Calls `progress` after each part.
     ///
     /// # Errors
     /// [`LoadError::Shape`] for an unknown shape; [`LoadError::Plan`] if it does not fit in memory;
@@ -101,12 +101,16 @@ impl Engine {
         device: &Device,
         shape: &str,
         options: &EngineOptions,
+        mut progress: impl FnMut(LoadProgress),
     ) -> Result<Self, LoadError> {
         let prepared = Prepared::of_shape(device.profile(), shape, options)?;
         prepared.fits(device, options)?;
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let Prepared { planned, load } = prepared;
-        let decoder = Decoder::random(&planned.config, &on, ctx, &load, |_| {})?;
+        let decoder =
+            Decoder::random(&planned.config, &on, ctx, &load, |Loading { done, parts }| {
+                progress(LoadProgress { done, parts, kernels: 0 });
+            })?;
         Self::finish_loading(Inner {
             reader: Reader::of_shape(shape, planned.config.clone()),
             device: device.clone(),

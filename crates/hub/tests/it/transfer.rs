@@ -187,7 +187,7 @@ fn weights_have_the_sum_that_they_are_named_by() {
     leave(&place, &right, &demo()[WEIGHTS][..1000]);
     came(&place);
     let wrong = sum(b"something else");
-    unusable(&named(format!("\"{wrong}\"")), &wrong, &format!("is {right} and not {wrong}"));
+    unusable(&named(format!("\"{wrong}\"")), &wrong, &format!("is {right}, expected {wrong}"));
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn weights_have_the_sum_that_the_listing_has() {
     came(&listed(right.clone(), None));
     came(&listed(right.to_uppercase(), Some(right.clone())));
     let wrong = sum(b"something else");
-    unusable(&listed(wrong.clone(), None), ETAG, &format!("is {right} and not {wrong}"));
+    unusable(&listed(wrong.clone(), None), ETAG, &format!("is {right}, expected {wrong}"));
     unusable(&listed(right, Some(wrong.clone())), &wrong, "two different SHA-256");
 }
 

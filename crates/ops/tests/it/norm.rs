@@ -209,7 +209,7 @@ fn norms_in_products_have_gradients_and_fit_their_rows() {
     let long = run(x(), weight(9), 1e-5).expect_err("a weight of another width").to_string();
     assert!(long.contains("norm has shape [9]"), "{long}");
     let negative = run(x(), weight(8), -1.0).expect_err("no such eps").to_string();
-    assert!(negative.contains("eps is -1"), "{negative}");
+    assert!(negative.contains("finite eps of at least 0, got -1"), "{negative}");
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn mistakes_are_errors() {
     let half = NormWeights { weight: good().weight.cast(FloatDType::F16), ..good() };
     assert!(fails(half, None).contains("weight is F16"));
     let negative = run(x(), good(), None, -1.0).expect_err("a mistake").to_string();
-    assert!(negative.contains("eps is -1"), "{negative}");
+    assert!(negative.contains("finite eps of at least 0, got -1"), "{negative}");
     let none = Tensor::<2>::zeros([0, 8], &device);
     assert_eq!(run(none, good(), None, 1e-5).expect("nothing to do").dims(), [0, 8]);
 }
