@@ -291,7 +291,21 @@ def cross_entropy(case, dtype):
     return run
 
 
+def adamw(case, dtype):
+    """Returns a fused AdamW step of torch, or of bitsandbytes if the moments have 8 bits."""
+    # bitsandbytes keeps the moments of smaller parameters in f32.
+    weights = torch.nn.Parameter(torch.randn(case["elements"], device="cuda", dtype=dtype))
+    weights.grad = torch.randn_like(weights)
+    options = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    if case["moments"] == "int8":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit([weights], **options).step
+    return torch.optim.AdamW([weights], fused=True, **options).step
+
+
 OPS = {
+    "adamw": adamw,
     "cross_entropy": cross_entropy,
     "matmul": matmul,
     "attention": attention,

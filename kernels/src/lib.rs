@@ -19,6 +19,7 @@ mod launch;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod optimizer;
 pub mod q8_0;
 pub mod quantized;
 pub mod rope;

@@ -25,7 +25,7 @@
 //! assert_eq!(llama.linears(Fusion::Fused)[0].name, "qkv_proj");
 //!
 //! let error = DecoderConfig::from_json(r#"{"model_type": "rwkv"}"#).expect_err("no decoder of ours");
-//! assert!(error.to_string().starts_with("config.json: `model_type` is \"rwkv\", which is none of llama"));
+//! assert!(error.to_string().starts_with("config.json: `model_type` is \"rwkv\", expected one of llama"));
 //! ```
 
 #![warn(missing_docs)]

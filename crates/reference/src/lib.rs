@@ -13,6 +13,7 @@
 //! | [`nf4`] | 4-bit weights, NF4 and FP4, and nested absmax in 8 bits |
 //! | [`embed`] | embedding lookup of tokens and positions |
 //! | [`norm`] | norms of rows |
+//! | [`optimizer`] | AdamW steps |
 //! | [`sample`] | sampling a token from a row of logits |
 //! | [`cross_entropy`] | cross-entropy loss and its gradient |
 //! | [`int8`] | 8-bit weights, one absmax a row |
@@ -51,6 +52,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod optimizer;
 pub mod q8_0;
 pub mod rope;
 pub mod rotary;
@@ -68,6 +70,7 @@ pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, RowNorm, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
 pub use norm::{Norm, NormOperands, NormRule};
+pub use optimizer::{AdamW, Parameters};
 pub use rope::{Left, Projected, Rope, RopeOperands, Slots};
 pub use rotary::{Rotary, Stretch};
 pub use sample::Sampler;

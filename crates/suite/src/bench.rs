@@ -132,7 +132,7 @@ impl<K: KernelSuite> AnyBench for BenchOf<K> {
     }
 
     fn torch(&self) -> Option<(&'static str, Value)> {
-        K::torch(&self.0.problem).map(|request| (K::TORCH, request))
+        K::torch(&self.0.problem).map(|request| (K::torch_name(&self.0.problem), request))
     }
 }
 

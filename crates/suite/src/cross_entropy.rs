@@ -54,8 +54,6 @@ struct Host {
 impl KernelSuite for CrossEntropy {
     type Case = EdgeCase;
 
-    const TORCH: &'static str = "torch.compile";
-
     fn precision(p: &CrossEntropyProblem) -> Precision {
         precision(p.dtype)
     }
@@ -269,6 +267,10 @@ impl KernelSuite for CrossEntropy {
                 case(4096, 128_256, 128_256, DType::F32, separate),
             ],
         }
+    }
+
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "torch.compile"
     }
 
     fn torch(p: &CrossEntropyProblem) -> Option<Value> {

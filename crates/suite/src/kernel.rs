@@ -26,9 +26,6 @@ pub trait KernelSuite: Kernel + Sync {
     /// Precisions with their own cases. `verify` tries a measured config on cases of its precision only.
     const PRECISIONS: &'static [Precision] = &[Precision::F32, Precision::F16, Precision::Bf16];
 
-    /// Name of the library that [`KernelSuite::torch`] measures.
-    const TORCH: &'static str = "torch";
-
     /// Precision of the matmuls. Its measured peak bounds the kernel.
     fn precision(problem: &Self::Problem) -> Precision;
 
@@ -85,6 +82,11 @@ pub trait KernelSuite: Kernel + Sync {
     /// Times of peers that allocate their own `sets` sets of operands.
     fn peers(_device: &Device, _problem: &Self::Problem, _sets: usize) -> Peers {
         Peers::new()
+    }
+
+    /// Name of the library that [`KernelSuite::torch`] measures.
+    fn torch_name(_problem: &Self::Problem) -> &'static str {
+        "torch"
     }
 
     /// The problem as a request to `torch.py`; `None` if torch has no equivalent op.

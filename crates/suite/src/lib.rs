@@ -26,6 +26,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod optimizer;
 pub mod q8_0;
 pub mod rope;
 pub mod sample;
@@ -58,6 +59,8 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::sample::Sample,
     &kernels::cross_entropy::CrossEntropy,
     &kernels::rope::Rope,
+    &kernels::optimizer::Squares,
+    &kernels::optimizer::AdamW,
 ];
 
 /// Returns the kernel with this name in records and tune caches.

@@ -394,7 +394,8 @@ mod tests {
         assert_eq!((choice.config, choice.source), (7, Source::Tuned));
         let key = Key::new::<Filled>(&device.profile().id, &7);
         let (entry, _) = tuner.cache.get(&key).expect("remembered");
-        let wrong = |m: &&Measured| m.error.as_ref().is_some_and(|e| e.starts_with("wrong: "));
+        let wrong =
+            |m: &&Measured| m.error.as_ref().is_some_and(|e| e.starts_with("wrong result: "));
         assert_eq!(entry.timings.iter().filter(wrong).count(), 2, "{:?}", entry.timings);
         assert_eq!(entry.timings.iter().filter(|m| m.median_ns.is_some()).count(), 1);
     }

@@ -18,8 +18,6 @@ use crate::kernel::{KernelSuite, Params, precision};
 impl KernelSuite for Int8Dequantize {
     type Case = Case<DequantizeProblem>;
 
-    const TORCH: &'static str = "bitsandbytes";
-
     fn precision(p: &DequantizeProblem) -> Precision {
         precision(p.out)
     }
@@ -82,6 +80,10 @@ impl KernelSuite for Int8Dequantize {
         let problem = |weight| DequantizeProblem { weight, out: DType::Bf16 };
         let case = |weight| InstanceCase { problem: problem(weight), max_candidates: 2, clean: 2 };
         instance_weights().map(case).into()
+    }
+
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "bitsandbytes"
     }
 
     fn torch(p: &DequantizeProblem) -> Option<Value> {

@@ -24,8 +24,6 @@ use crate::matmul::{reference_activation, reference_of, result_dtype};
 impl KernelSuite for Int8Matmul {
     type Case = Case<Int8MatmulProblem>;
 
-    const TORCH: &'static str = "bitsandbytes";
-
     fn precision(p: &Int8MatmulProblem) -> Precision {
         precision(p.dtype)
     }
@@ -220,6 +218,10 @@ impl KernelSuite for Int8Matmul {
     }
 
     /// bitsandbytes always rounds x to 8 bits.
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "bitsandbytes"
+    }
+
     fn torch(p: &Int8MatmulProblem) -> Option<Value> {
         let mut case = request(Self::NAME, p.m, p.weight, p.dtype);
         case["threshold"] = p.activations.map_or(0.0, |x| x.threshold).into();

@@ -20,8 +20,6 @@ use crate::kernel::{KernelSuite, Params, precision};
 impl KernelSuite for Int8Quantize {
     type Case = Case<QuantizeProblem>;
 
-    const TORCH: &'static str = "bitsandbytes";
-
     fn precision(p: &QuantizeProblem) -> Precision {
         precision(p.dtype)
     }
@@ -107,6 +105,10 @@ impl KernelSuite for Int8Quantize {
         let problem = |weight| QuantizeProblem { weight, dtype: DType::Bf16 };
         let case = |weight| InstanceCase { problem: problem(weight), max_candidates: 2, clean: 2 };
         instance_weights().map(case).into()
+    }
+
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "bitsandbytes"
     }
 
     fn torch(p: &QuantizeProblem) -> Option<Value> {

@@ -23,8 +23,6 @@ pub struct DequantizeCase {
 impl KernelSuite for Nf4Dequantize {
     type Case = DequantizeCase;
 
-    const TORCH: &'static str = "bitsandbytes";
-
     fn precision(p: &DequantizeProblem) -> Precision {
         precision(p.out)
     }
@@ -125,6 +123,10 @@ impl KernelSuite for Nf4Dequantize {
         let problem = |weight| DequantizeProblem { weight, out: DType::Bf16 };
         let case = |weight| InstanceCase { problem: problem(weight), max_candidates: 2, clean: 2 };
         instance_weights().map(case).into()
+    }
+
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "bitsandbytes"
     }
 
     fn torch(p: &DequantizeProblem) -> Option<Value> {

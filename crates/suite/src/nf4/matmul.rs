@@ -32,8 +32,6 @@ pub struct MatmulCase {
 impl KernelSuite for Nf4Matmul {
     type Case = MatmulCase;
 
-    const TORCH: &'static str = "bitsandbytes";
-
     fn precision(p: &Nf4MatmulProblem) -> Precision {
         precision(p.dtype)
     }
@@ -383,6 +381,10 @@ impl KernelSuite for Nf4Matmul {
             cases.push(InstanceCase { problem, max_candidates: 2, clean: 1 });
         }
         cases
+    }
+
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "bitsandbytes"
     }
 
     fn torch(p: &Nf4MatmulProblem) -> Option<Value> {

@@ -28,8 +28,6 @@ pub struct QuantizeCase {
 impl KernelSuite for Nf4Quantize {
     type Case = QuantizeCase;
 
-    const TORCH: &'static str = "bitsandbytes";
-
     fn precision(p: &QuantizeProblem) -> Precision {
         precision(p.dtype)
     }
@@ -160,6 +158,10 @@ impl KernelSuite for Nf4Quantize {
             InstanceCase { problem, max_candidates: 2, clean: 2 }
         };
         vec![case(Codebook::Nf4, 64), case(Codebook::Nf4, 4096), case(Codebook::Fp4, 64)]
+    }
+
+    fn torch_name(_: &Self::Problem) -> &'static str {
+        "bitsandbytes"
     }
 
     fn torch(p: &QuantizeProblem) -> Option<Value> {
