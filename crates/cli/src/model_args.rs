@@ -226,7 +226,8 @@ impl Tracing {
 
 /// Parses a size in bytes: `14GiB`, `512 MiB`, `2GB`, `1.5G` or `4096`. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
 fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("expected a size, got `{text}`\nhint: such as 14GiB, 512MiB or 4096");
+    let bad =
+        || format!("expected a size, got `{text}`\nhint: use a size such as 14GiB, 512MiB or 4096");
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let scale: f64 = match unit.trim().to_ascii_lowercase().as_str() {
@@ -415,7 +416,10 @@ pub(crate) fn all_spared(
     let is_target = |file: &PathBuf| OutFile::new(file).is_ok_and(|file| file.is_same(target));
     match files.into_iter().find(is_target) {
         Some(file) => {
-            bail!("{} is read and written\nhint: choose another output file", file.display())
+            bail!(
+                "input and output are the same file: {}\nhint: choose another output file",
+                file.display()
+            )
         }
         None => Ok(()),
     }
@@ -510,7 +514,7 @@ impl SubjectArgs {
         }
         if device.backend() == Backend::Cpu && peak > MUCH {
             command::note!(
-                "note: {:.0} GiB are much for a CPU: loading takes minutes, and a token takes seconds",
+                "note: needs {:.0} GiB; on a CPU, loading takes minutes and each token takes seconds",
                 peak as f64 / f64::from(1 << 30)
             );
         }

@@ -124,7 +124,7 @@ fn standard_input() -> anyhow::Result<String> {
 /// Reads the text file that is the value of `flag`.
 pub(crate) fn text_file(file: &Path, flag: &str) -> anyhow::Result<String> {
     File::open(file).and_then(text_of).map_err(|why| {
-        anyhow!("cannot read {}: {why}\nhint: {flag} expects a text file in UTF-8", file.display())
+        anyhow!("cannot read {}: {why}\nhint: set {flag} to a text file in UTF-8", file.display())
     })
 }
 
@@ -150,7 +150,7 @@ pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
 }
 
 fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("expected an integer, got `{text}`\nhint: 0 or more"))
+    text.parse().map_err(|_| format!("expected an integer, got `{text}`\nhint: use 0 or more"))
 }
 
 /// Parses a token id. Spaces around it are allowed.

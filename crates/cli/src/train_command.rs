@@ -155,21 +155,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let unwritable = |why| {
         anyhow!(
-            "cannot write into {}: {why}\nhint: --output names a folder that is yours",
+            "cannot write into {}: {why}\nhint: choose an --output folder that you can write",
             output.display()
         )
     };
     let own = folder.files().into_iter().filter_map(|file| file.parent()?.canonicalize().ok());
     if output.canonicalize().is_ok_and(|output| own.into_iter().any(|own| own == output)) {
-        bail!("{} is the model's own folder\nhint: --output names another", output.display());
+        bail!("{} is the model's own folder\nhint: choose another --output", output.display());
     }
     let max_context = folder.config().context().unwrap_or(usize::MAX);
     let context =
         args.training.context.map_or(USUAL_TO_TRAIN.min(max_context), |context| context as usize);
     if context > max_context {
         bail!(
-            "expected a context of at most {max_context}, which the model has, got {context}\n\
-             hint: -c {max_context}, or --max-context {context} for a longer one"
+            "expected a context of at most {max_context} tokens, got {context}\n\
+             hint: use -c {max_context}, or --max-context {context} to extend the context"
         );
     }
     let accumulate = args.training.accumulate as usize;
@@ -216,7 +216,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     if args.training.max_grad_norm.is_nan() || args.training.max_grad_norm < 0.0 {
         bail!(
-            "expected a gradient norm of 0 or more, got {}\nhint: --max-grad-norm 1, or 0 for no limit",
+            "expected a gradient norm of 0 or more, got {}\nhint: use --max-grad-norm 1, or 0 to disable clipping",
             args.training.max_grad_norm
         );
     }
@@ -237,7 +237,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let replaced = Adapter::files(output).into_iter().any(|file| file.exists());
     if replaced && !args.overwrite && !args.model.adapter().is_some_and(same) {
         bail!(
-            "{} has an adapter\nhint: --overwrite replaces it, or --output names another folder",
+            "{} has an adapter\nhint: replace it with --overwrite, or choose another --output",
             output.display()
         );
     }
