@@ -81,8 +81,7 @@ pub(crate) struct DeviceArgs {
     /// Index of the device among those of the backend, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
-    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend. `plan` takes
-    /// any published card instead, such as rtx3060 or l4, and needs no device
+    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend
     #[arg(long, value_parser = choice::<String>(ArchProfile::cards()), hide_possible_values = true)]
     profile: Option<String>,
 }
@@ -155,7 +154,7 @@ pub(crate) struct LoadArgs {
     /// scaling]
     #[arg(long, value_name = "TOKENS")]
     max_context: Option<NonZeroUsize>,
-    /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
+    /// For untuned shapes: `frozen` fails, `default` uses an inherited or the first config, `measure` tunes now
     #[arg(long, default_value = "default", value_parser = choice::<Policy>(Policy::ALL.map(Policy::name)), hide_possible_values = true)]
     policy: Policy,
     #[command(flatten)]
@@ -191,8 +190,8 @@ pub(crate) struct PresetArgs {
 /// Choice of a trace file.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
-    /// Write a trace for Perfetto or chrome://tracing, with every span and memory reading but kernels of only the first
-    /// prefill and step; for all kernels use `flashover profile --trace`
+    /// Write a trace for Perfetto: all spans and memory readings, but kernels only of the first prefill and step; for
+    /// all kernels use `flashover profile --trace`
     #[arg(long, value_name = "FILE")]
     profile_trace: Option<PathBuf>,
 }

@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// Setting of the op, such as rhs=col, tf32=true or causal=true; may be repeated
     #[arg(long = "set", value_name = "NAME=VALUE", value_parser = pair)]
     settings: Vec<(String, String)>,
-    /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
+    /// For untuned shapes: `frozen` fails, `default` uses an inherited or the first config, `measure` tunes now
     #[arg(long, default_value = "default")]
     policy: Policy,
     #[command(flatten)]

@@ -63,8 +63,8 @@ pub(crate) struct SamplingArgs {
     /// Random seed; the same seed gives the same tokens
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = whole::<u64>)]
     seed: u64,
-    /// Maximum tokens to generate [default: from generation_config.json, else until the context is full, at most 8192
-    /// tokens or 1024 after a longer prompt]
+    /// Maximum tokens to generate [default: from generation_config.json, else up to the model's context, but at most
+    /// 8192 tokens in total, or prompt + 1024 if that is more]
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
     /// Stop sequence, instead of those in generation_config.json; may be repeated
