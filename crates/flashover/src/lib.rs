@@ -1,6 +1,6 @@
 //! Flashover: a portable GPU engine for running and fine-tuning models.
 //!
-//! Each kernel is written once, runs through CUDA, Vulkan, WGSL and on the CPU, and is tuned for the card. This crate
+//! Each kernel is written once, runs through CUDA, Vulkan, WebGPU and on the CPU, and is tuned for the card. This crate
 //! is the only public one; all other crates may change at any time.
 //!
 //! ```
