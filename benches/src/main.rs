@@ -98,7 +98,7 @@ enum Command {
         /// Run only cases whose name contains this text
         #[arg(long)]
         filter: Option<String>,
-        /// Choice of config for a shape that is not tuned
+        /// Choice of config for untuned shapes
         #[arg(long, value_parser = report::policy(), default_value_t = Policy::Measure)]
         policy: Policy,
         /// Leave out the peers Burn and cubek; Burn's first call of a shape autotunes for up to 40 s on a GPU

@@ -161,7 +161,7 @@ impl DecoderConfig {
     /// those past `max_seq`.
     ///
     /// # Errors
-    /// [`Error::LearnedPositions`] for more positions than the model has learned vectors.
+    /// [`Error::LearnedPositions`] for more tokens than the model has learned position embeddings.
     pub fn with_context(self, positions: usize) -> Result<Self, Error> {
         match self.learned_positions && positions > self.max_seq {
             true => Err(Error::LearnedPositions { need: positions, max_seq: self.max_seq }),

@@ -100,9 +100,9 @@ pub enum Error {
         /// The largest valid rank.
         max: usize,
     },
-    /// A batch without tokens to learn, or with an empty sequence.
+    /// A batch without target tokens, or with an empty sequence.
     #[error(
-        "a batch has no tokens to learn\nhint: pass sequences of at least two tokens, and at \
+        "a batch has no target tokens\nhint: pass sequences of at least two tokens, and at \
          least one token after the prompt"
     )]
     NothingToLearn,
@@ -114,37 +114,37 @@ pub enum Error {
         /// Error of the operating system.
         why: io::Error,
     },
-    /// More positions than the context length of the model.
+    /// More tokens than the context length of the model.
     #[error(
-        "{need} positions, but the model has {max_seq}\nhint: use a shorter prompt or fewer new \
+        "expected at most {max_seq} tokens, got {need}\nhint: use a shorter prompt or fewer new \
          tokens, or raise the context (--max-context)"
     )]
     Context {
-        /// Number of positions requested.
+        /// Number of tokens requested.
         need: usize,
         /// Context length of the model.
         max_seq: usize,
     },
-    /// A context longer than the learned positions of a model.
+    /// A context longer than the learned position embeddings of a model.
     #[error(
-        "expected a context of at most {max_seq} positions, got {need}\nhint: shorten the \
-         context; the model learned one vector per position"
+        "expected a context of at most {max_seq} tokens, got {need}\nhint: shorten the context; \
+         the model has {max_seq} learned position embeddings"
     )]
     LearnedPositions {
-        /// Number of positions requested.
+        /// Context length requested, in tokens.
         need: usize,
-        /// Number of learned positions.
+        /// Number of learned position embeddings.
         max_seq: usize,
     },
-    /// More positions than the capacity of a KV cache.
+    /// More tokens than the capacity of a KV cache.
     #[error(
-        "{need} positions, but the cache holds {capacity}\nhint: use a shorter prompt or a larger \
-         session"
+        "expected at most {capacity} tokens in the cache, got {need}\nhint: use a shorter prompt or \
+         a larger session"
     )]
     Full {
-        /// Number of positions requested.
+        /// Number of tokens requested.
         need: usize,
-        /// Capacity of each sequence, in positions.
+        /// Capacity of each sequence, in tokens.
         capacity: usize,
     },
     /// A token past the vocabulary.
@@ -172,11 +172,11 @@ pub enum Error {
     /// Several sequences past the length at which RoPE scaling changes all frequencies. The re-prefill that
     /// this needs supports one sequence only.
     #[error(
-        "sequences of {length} positions need a re-prefill for RoPE scaling, which a batch does \
+        "sequences of {length} tokens need a re-prefill for RoPE scaling, which a batch does \
          not support\nhint: run one sequence at a time"
     )]
     Stretched {
-        /// Length that the longest sequence would have, in positions.
+        /// Length that the longest sequence would have, in tokens.
         length: usize,
     },
     /// A weight that could not be quantised.

@@ -20,7 +20,7 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Measure every kernel on the devices of this machine and print tables
+    /// Check, tune and measure kernels on the devices of this machine, and print tables
     #[command(
         args_override_self = true,
         after_help = "Examples:\n  cargo xtask bench\n  \
@@ -29,7 +29,7 @@ pub(crate) enum Command {
                       --compare benches/baselines/cuda-sm90-132@rtx4090/kernels.jsonl"
     )]
     Bench(BenchArgs),
-    /// Run everything that CI runs: format, rules, lints, tests, targets, verification
+    /// Run everything that CI runs: format, rules, lints, tests, features, targets, verification, tables
     Test(TestArgs),
     /// Mutate models, adapters and examples: each must give a result or an error, within 2 GiB
     Fuzz(FuzzArgs),
@@ -60,12 +60,12 @@ pub(crate) enum Command {
         after_help = "Examples:\n  cargo xtask targets --json\n  cargo xtask targets --tuned --filter nf4"
     )]
     Targets(Rest),
-    /// Install or download the tools that the other commands need; they also do so on demand
+    /// Install or download compilers, LLVM, the CUDA compiler and an OpenGL driver; the other commands do so on demand
     #[command(after_help = "Example:\n  cargo xtask setup")]
     Setup,
     /// Pack the programs with a script that verifies and measures on a machine without Rust
     Bundle(BundleArgs),
-    /// Regenerate the tables in benches/RESULTS.md from the committed records
+    /// Regenerate the tables in benches/RESULTS.md and the speed table in README.md from the committed records
     Readme(ReadmeArgs),
     /// Check the project rules that the compiler cannot check
     #[command(after_help = "Example:\n  cargo xtask tidy")]

@@ -69,7 +69,7 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         cargo_test(linted(root), &[], counts)?;
         Ok(Outcome::Passed)
     })?;
-    // With one back end, all that is optional is compiled without its feature somewhere.
+    // With one backend, all that is optional is compiled without its feature somewhere.
     steps.step("features", |_| {
         let features = ["--no-default-features", "--features", "cpu"];
         run_cargo(root, &[&["check", "--release", "-p", "flashover"][..], &features].concat())?;

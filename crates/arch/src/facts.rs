@@ -135,7 +135,7 @@ pub(crate) fn missing(backend: Backend) -> Vec<Missing> {
         let feature = if backend == Backend::WebGpu { Backend::Vulkan } else { backend };
         need(
             true,
-            "this program was built without it",
+            &format!("backend `{backend}` is not compiled in"),
             &format!("enable the feature `{feature}` of the crate `flashover`"),
         );
         return out;

@@ -68,7 +68,7 @@ const MAX_SIZES: usize = 1000;
 fn sizes(text: &str) -> Result<Sizes, String> {
     let bad = |part: &str| {
         format!(
-            "expected a size or a range, got `{part}`\nhint: such as 512, 64-512*2 or 128-512+128"
+            "expected a size or a range, got `{part}`\nhint: use, for example, 512, 64-512*2 or 128-512+128"
         )
     };
     let mut all = Vec::new();
@@ -149,7 +149,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         match args.batch.0[..] {
             [begin] if begin <= max_batch as usize => {}
             [begin] => bail!(
-                "--batch {begin} is above --find-batch {max_batch}\nhint: the search starts at --batch and ends at --find-batch"
+                "--batch {begin} is above --find-batch {max_batch}\nhint: use a --batch of at most {max_batch}; the search starts there"
             ),
             _ => bail!(
                 "--find-batch expects one start, got several in --batch\nhint: give --batch one number"

@@ -22,7 +22,7 @@ pub(crate) struct GenerateArgs {
     /// Format the prompt with the model's chat template, as a user message
     #[arg(long, conflicts_with = "tokens")]
     chat: bool,
-    /// Do not repeat the prompt in front of its completion; only a terminal gets it
+    /// Do not print the prompt before the completion (it is printed on terminals only)
     #[arg(long)]
     no_echo: bool,
     /// Number of completions, generated as one batch

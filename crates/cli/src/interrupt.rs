@@ -151,7 +151,7 @@ pub(crate) fn listen() -> anyhow::Result<Listening> {
         })
     };
     if let Err(why) = ONCE.get_or_init(set) {
-        bail!("cannot listen for Ctrl-C: {why}");
+        bail!("cannot listen for Ctrl-C: {why}\nhint: report this as a bug");
     }
     LISTENING.store(true, Ordering::Relaxed);
     Ok(Listening())

@@ -80,7 +80,7 @@ enum Command {
         /// Print JSON
         #[arg(long)]
         json: bool,
-        /// Exit with 2 unless a GPU answers
+        /// Exit with 2 if no GPU is available
         #[arg(long)]
         require_gpu: bool,
     },
@@ -116,6 +116,7 @@ enum Command {
     /// Print the memory that a model needs, its largest batch and context, before loading it
     ///
     /// Example: flashover plan --shape llama-3-8b --quant nf4 --batch 4 --context 4096 --profile rtx4080
+    #[command(mut_arg("profile", |arg| arg.help(plan_command::PROFILE)))]
     Plan(plan_command::Args),
     /// Print a model's time by operator and by layer
     ///
@@ -124,6 +125,7 @@ enum Command {
     /// Fine-tune a model: train a LoRA adapter on examples, over dense or quantised weights
     ///
     /// Example: flashover train --model models/demo --data stories.txt --output adapter --steps 50
+    #[command(mut_arg("kv_cache", |arg| arg.help(train_command::KV_CACHE)))]
     Train(train_command::Args),
     /// Write the logits of every position to a file
     ///

@@ -81,8 +81,7 @@ pub(crate) struct DeviceArgs {
     /// Index of the device among those of the backend, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
-    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend. `plan` takes
-    /// any published card instead, such as rtx3060 or l4, and needs no device
+    /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend
     #[arg(long, value_parser = choice::<String>(ArchProfile::cards()), hide_possible_values = true)]
     profile: Option<String>,
 }
@@ -155,7 +154,7 @@ pub(crate) struct LoadArgs {
     /// scaling]
     #[arg(long, value_name = "TOKENS")]
     max_context: Option<NonZeroUsize>,
-    /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
+    /// For untuned shapes: `frozen` fails, `default` uses an inherited or the first config, `measure` tunes now
     #[arg(long, default_value = "default", value_parser = choice::<Policy>(Policy::ALL.map(Policy::name)), hide_possible_values = true)]
     policy: Policy,
     #[command(flatten)]
@@ -191,8 +190,8 @@ pub(crate) struct PresetArgs {
 /// Choice of a trace file.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
-    /// Write a trace for Perfetto or chrome://tracing, with every span and memory reading but kernels of only the first
-    /// prefill and step; for all kernels use `flashover profile --trace`
+    /// Write a trace for Perfetto: all spans and memory readings, but kernels only of the first prefill and step; for
+    /// all kernels use `flashover profile --trace`
     #[arg(long, value_name = "FILE")]
     profile_trace: Option<PathBuf>,
 }
@@ -226,7 +225,8 @@ impl Tracing {
 
 /// Parses a size in bytes: `14GiB`, `512 MiB`, `2GB`, `1.5G` or `4096`. `GiB` is 2^30 bytes, `G` and `GB` are 10^9.
 fn size(text: &str) -> Result<u64, String> {
-    let bad = || format!("expected a size, got `{text}`\nhint: such as 14GiB, 512MiB or 4096");
+    let bad =
+        || format!("expected a size, got `{text}`\nhint: use a size such as 14GiB, 512MiB or 4096");
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let scale: f64 = match unit.trim().to_ascii_lowercase().as_str() {
@@ -415,7 +415,10 @@ pub(crate) fn all_spared(
     let is_target = |file: &PathBuf| OutFile::new(file).is_ok_and(|file| file.is_same(target));
     match files.into_iter().find(is_target) {
         Some(file) => {
-            bail!("{} is read and written\nhint: choose another output file", file.display())
+            bail!(
+                "input and output are the same file: {}\nhint: choose another output file",
+                file.display()
+            )
         }
         None => Ok(()),
     }
@@ -510,7 +513,7 @@ impl SubjectArgs {
         }
         if device.backend() == Backend::Cpu && peak > MUCH {
             command::note!(
-                "note: {:.0} GiB are much for a CPU: loading takes minutes, and a token takes seconds",
+                "note: needs {:.0} GiB; on a CPU, loading takes minutes and each token takes seconds",
                 peak as f64 / f64::from(1 << 30)
             );
         }

@@ -45,7 +45,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     seconds.map(Duration::from_secs_f64).ok_or_else(|| {
         let (min, max) = (SECONDS.start(), SECONDS.end());
         format!(
-            "expected an interval, got `{text}`\nhint: seconds from {min} to {max}, such as 0.5"
+            "expected an interval, got `{text}`\nhint: use seconds from {min} to {max}, such as 0.5"
         )
     })
 }
@@ -53,7 +53,7 @@ fn interval(text: &str) -> Result<Duration, String> {
 fn count(text: &str) -> Result<u64, String> {
     let samples = text.parse::<u64>().ok().filter(|samples| *samples > 0);
     samples.ok_or_else(|| {
-        format!("expected a number of samples, got `{text}`\nhint: 1 or more; without --count the command runs until Ctrl-C")
+        format!("expected a number of samples, got `{text}`\nhint: use 1 or more, or omit --count to run until Ctrl-C")
     })
 }
 
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(interval("86400"), Ok(Duration::from_secs(86400)));
         for bad in ["0", "-1", "NaN", "inf", "1e300", "86401", "0.001", "1s", ""] {
             let said = interval(bad).expect_err(bad);
-            assert!(said.contains("\nhint: seconds from 0.01 to 86400"), "{said}");
+            assert!(said.contains("\nhint: use seconds from 0.01 to 86400"), "{said}");
         }
     }
 
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(count("3"), Ok(3));
         for bad in ["0", "-1", "1.5", "all", ""] {
             let said = count(bad).expect_err(bad);
-            assert!(said.contains("\nhint: 1 or more"), "{said}");
+            assert!(said.contains("\nhint: use 1 or more"), "{said}");
         }
     }
 }

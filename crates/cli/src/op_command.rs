@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// Setting of the op, such as rhs=col, tf32=true or causal=true; may be repeated
     #[arg(long = "set", value_name = "NAME=VALUE", value_parser = pair)]
     settings: Vec<(String, String)>,
-    /// Choice of config for a shape that is not tuned: frozen (an error), default or measure
+    /// For untuned shapes: `frozen` fails, `default` uses an inherited or the first config, `measure` tunes now
     #[arg(long, default_value = "default")]
     policy: Policy,
     #[command(flatten)]
@@ -34,8 +34,9 @@ pub(crate) struct Args {
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {
-    let (key, value) =
-        text.split_once('=').ok_or("expected NAME=VALUE\nhint: such as rhs=col or tf32=true")?;
+    let (key, value) = text
+        .split_once('=')
+        .ok_or("expected NAME=VALUE\nhint: use, for example, rhs=col or tf32=true")?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
@@ -43,7 +44,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { name, input, output, settings, policy, device } = args;
     let target = OutFile::new(output)?;
     if OutFile::new(input).is_ok_and(|input| input.is_same(&target)) {
-        bail!("{} is read and written\nhint: choose another output file", output.display());
+        bail!(
+            "input and output are the same file: {}\nhint: choose another output file",
+            output.display()
+        );
     }
     let inputs = read_tensors(input)?;
     let outputs = run_op(name, &device.open()?, &inputs, settings, *policy)?;
@@ -52,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
     let shown = path.display();
-    let hint = "--input names a safetensors file";
+    let hint = "set --input to a safetensors file";
     let about = |e| anyhow!("cannot read {shown}: {e}\nhint: {hint}");
     // A pipe or a device may have no end.
     if !std::fs::metadata(path).map_err(about)?.is_file() {
@@ -75,7 +79,7 @@ fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
                 Dtype::I8 => DType::I8,
                 Dtype::U8 => DType::U8,
                 Dtype::I32 => DType::I32,
-                other => bail!("tensor `{name}` is {other:?}\nhint: f32, f16 or bf16"),
+                other => bail!("tensor `{name}` is {other:?}\nhint: cast it to f32, f16 or bf16"),
             };
             Ok((name, HostTensor::new(dtype, view.shape(), view.data().to_vec())?))
         })
@@ -94,7 +98,7 @@ pub(crate) fn encoded(tensors: &BTreeMap<String, HostTensor>) -> anyhow::Result<
                 DType::I8 => Dtype::I8,
                 DType::U8 => Dtype::U8,
                 DType::I32 => Dtype::I32,
-                other => bail!("output `{name}` is {other}, which no op computes"),
+                other => bail!("output `{name}` is {other}\nhint: report this as a bug"),
             };
             Ok((name.as_str(), TensorView::new(dtype, t.shape().to_vec(), t.bytes())?))
         })

@@ -47,6 +47,10 @@ enum Train {
     Lora,
 }
 
+/// Help of `--profile`, which needs no device here.
+pub(crate) const PROFILE: &str =
+    "Plan for a published card, such as rtx3060 or l4, instead of a device of this machine";
+
 /// Default context length for generation, in tokens.
 const USUAL: usize = 2048;
 

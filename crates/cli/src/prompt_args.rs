@@ -63,8 +63,8 @@ pub(crate) struct SamplingArgs {
     /// Random seed; the same seed gives the same tokens
     #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = whole::<u64>)]
     seed: u64,
-    /// Maximum tokens to generate [default: from generation_config.json, else until the context is full, at most 8192
-    /// tokens or 1024 after a longer prompt]
+    /// Maximum tokens to generate [default: from generation_config.json, else up to the model's context, but at most
+    /// 8192 tokens in total, or prompt + 1024 if that is more]
     #[arg(long, allow_negative_numbers = true, value_parser = whole::<usize>)]
     max_new_tokens: Option<usize>,
     /// Stop sequence, instead of those in generation_config.json; may be repeated
@@ -124,7 +124,7 @@ fn standard_input() -> anyhow::Result<String> {
 /// Reads the text file that is the value of `flag`.
 pub(crate) fn text_file(file: &Path, flag: &str) -> anyhow::Result<String> {
     File::open(file).and_then(text_of).map_err(|why| {
-        anyhow!("cannot read {}: {why}\nhint: {flag} expects a text file in UTF-8", file.display())
+        anyhow!("cannot read {}: {why}\nhint: set {flag} to a text file in UTF-8", file.display())
     })
 }
 
@@ -150,7 +150,7 @@ pub(crate) fn unread(why: &io::Error) -> anyhow::Error {
 }
 
 fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("expected an integer, got `{text}`\nhint: 0 or more"))
+    text.parse().map_err(|_| format!("expected an integer, got `{text}`\nhint: use 0 or more"))
 }
 
 /// Parses a token id. Spaces around it are allowed.

@@ -58,8 +58,8 @@ struct TrainingArgs {
     /// Examples per batch [default: 4, or the choice of --preset]
     #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
     batch: Option<u32>,
-    /// Choose precision and batch that fit the device, unless --quant and -b are given: training
-    #[arg(long, value_parser = choice::<Preset>(Preset::ALL.map(Preset::name)), hide_possible_values = true)]
+    /// Choose precision and batch that fit the device, unless --quant and -b are given; the only preset is training
+    #[arg(long, value_parser = choice::<Preset>([Preset::Training.name()]), hide_possible_values = true)]
     preset: Option<Preset>,
     /// Batches per step, whose gradients are added
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
@@ -79,7 +79,7 @@ struct TrainingArgs {
     /// Weight decay of AdamW
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     weight_decay: f64,
-    /// Maximum norm of the gradient, to which larger ones are scaled; 0 means no limit
+    /// Clip the gradient to this norm; 0 disables clipping
     #[arg(long, alias = "clip", default_value_t = 1.0, allow_negative_numbers = true)]
     max_grad_norm: f64,
     /// Random seed of the adapter's initial values and of the order of examples
@@ -90,6 +90,9 @@ struct TrainingArgs {
     keep_activations: bool,
 }
 
+/// Help of `--kv-cache`: it is an option of the model, but training refuses it.
+pub(crate) const KV_CACHE: &str = "Training has no KV cache: int8 is refused";
+
 /// Default maximum of tokens per example.
 pub(crate) const USUAL_TO_TRAIN: usize = 512;
 
@@ -97,10 +100,10 @@ pub(crate) const USUAL_TO_TRAIN: usize = 512;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Adapter")]
 pub(crate) struct LoraArgs {
-    /// Rank of the factors [default: 16]
+    /// Rank of the LoRA matrices A and B [default: 16]
     #[arg(long, value_name = "RANK")]
     lora_rank: Option<usize>,
-    /// Alpha: the factors' product is scaled by alpha / rank [default: twice the rank]
+    /// Alpha: the product of B and A is scaled by alpha / rank [default: twice the rank]
     #[arg(long, value_name = "ALPHA", allow_negative_numbers = true)]
     lora_alpha: Option<f64>,
     /// Names of the adapted matrices, such as q_proj,v_proj [default: all matrices of the layers]
@@ -155,21 +158,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let unwritable = |why| {
         anyhow!(
-            "cannot write into {}: {why}\nhint: --output names a folder that is yours",
+            "cannot write into {}: {why}\nhint: choose an --output folder that you can write",
             output.display()
         )
     };
     let own = folder.files().into_iter().filter_map(|file| file.parent()?.canonicalize().ok());
     if output.canonicalize().is_ok_and(|output| own.into_iter().any(|own| own == output)) {
-        bail!("{} is the model's own folder\nhint: --output names another", output.display());
+        bail!("{} is the model's own folder\nhint: choose another --output", output.display());
     }
     let max_context = folder.config().context().unwrap_or(usize::MAX);
     let context =
         args.training.context.map_or(USUAL_TO_TRAIN.min(max_context), |context| context as usize);
     if context > max_context {
         bail!(
-            "expected a context of at most {max_context}, which the model has, got {context}\n\
-             hint: -c {max_context}, or --max-context {context} for a longer one"
+            "expected a context of at most {max_context} tokens, got {context}\n\
+             hint: use -c {max_context}, or --max-context {context} to extend the context"
         );
     }
     let accumulate = args.training.accumulate as usize;
@@ -216,7 +219,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     if args.training.max_grad_norm.is_nan() || args.training.max_grad_norm < 0.0 {
         bail!(
-            "expected a gradient norm of 0 or more, got {}\nhint: --max-grad-norm 1, or 0 for no limit",
+            "expected a gradient norm of 0 or more, got {}\nhint: use --max-grad-norm 1, or 0 to disable clipping",
             args.training.max_grad_norm
         );
     }
@@ -237,7 +240,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let replaced = Adapter::files(output).into_iter().any(|file| file.exists());
     if replaced && !args.overwrite && !args.model.adapter().is_some_and(same) {
         bail!(
-            "{} has an adapter\nhint: --overwrite replaces it, or --output names another folder",
+            "{} has an adapter\nhint: replace it with --overwrite, or choose another --output",
             output.display()
         );
     }

@@ -1,6 +1,6 @@
 //! Flashover: a portable GPU engine for running and fine-tuning models.
 //!
-//! Each kernel is written once, runs through CUDA, Vulkan, WGSL and on the CPU, and is tuned for the card. This crate
+//! Each kernel is written once, runs through CUDA, Vulkan, WebGPU and on the CPU, and is tuned for the card. This crate
 //! is the only public one; all other crates may change at any time.
 //!
 //! ```
@@ -19,9 +19,19 @@
 //! the tensors of a Burn model, without copies and with gradients.
 //!
 //! [`Engine`] loads a model from a Hugging Face folder and generates text. [`quantize_model`](quantize::quantize_model)
-//! writes a model's weights in 4 or 8 bits. [`train`] trains LoRA adapters. With the feature `hub`, `hub::Hub`
-//! downloads models from the Hugging Face Hub. [`monitor`] reads temperature, power, clocks, memory and load of every
-//! device, as text and for Prometheus.
+//! writes a model's weights in 4 or 8 bits. [`train`] trains LoRA adapters. `hub::Hub` downloads models from the Hugging
+//! Face Hub. [`monitor`] reads temperature, power, clocks, memory and load of every device, as text and for Prometheus.
+//!
+//! # Features
+//!
+//! All are on by default. At least one backend is needed.
+//!
+//! | feature | adds |
+//! |---|---|
+//! | `cuda` | backend CUDA |
+//! | `vulkan` | backends Vulkan and WebGPU |
+//! | `cpu` | backend CPU |
+//! | `hub` | `hub::Hub`, and models by name in [`Engine::builder`] |
 
 #![warn(missing_docs)]
 

@@ -89,10 +89,10 @@ pub enum OpError {
     /// A device without kernels, or one that cannot be opened or read: its name or its message.
     #[error("no kernels for {0}\nhint: use Device::cuda, Device::vulkan or Device::cpu")]
     Device(String),
-    /// A number of query heads that is not a multiple of the key heads.
+    /// A number of query heads that is not a multiple of the KV heads.
     #[error(
-        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
-         number of query heads for every key head"
+        "expected a multiple of {kv_heads} KV heads, got {heads} query heads\nhint: use the same \
+         number of query heads for every KV head"
     )]
     Heads {
         /// Number of query heads.
@@ -154,7 +154,7 @@ pub enum OpError {
     Matmul(#[from] InvalidMatmul),
     /// Invalid offsets of packed sequences, or of groups of rows.
     #[error(
-        "invalid offsets of {what}: {why}\nhint: pass one offset more than sequences or groups, \
+        "invalid offsets of {what}: {why}\nhint: pass n + 1 offsets for n sequences or groups, \
          ascending from 0 to the number of {what}"
     )]
     Offsets {

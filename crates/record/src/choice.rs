@@ -94,7 +94,7 @@ choice! {
 choice! {
     /// Set of cases that `bench` measures.
     Suite is a "suite"
-    /// A few cases of each kernel, in under two minutes
+    /// A few cases of matmul, attention and quantised weights, and the demo model, in under two minutes
     Quick = "quick",
     /// Every kernel in every precision and layout
     Kernels = "kernels",
@@ -111,7 +111,7 @@ choice! {
     Frozen = "frozen",
     /// The config of a card of the same family, or else the first candidate, unmeasured
     Default = "default",
-    /// The fastest candidate, measured now and remembered
+    /// The fastest candidate, measured now and kept
     Measure = "measure",
 }
 

@@ -26,10 +26,10 @@ pub struct BenchArgs {
     /// Run only cases whose name contains this text
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
-    /// Choice of config for a shape that is not tuned
+    /// Choice of config for untuned shapes [default: measure]
     #[arg(long, value_parser = policy())]
     pub policy: Option<Policy>,
-    /// Fail if there is no GPU
+    /// Exit with 2 if no GPU is available
     #[arg(long)]
     pub require_gpu: bool,
     /// Also measure torch on CUDA with this Python, which needs torch, triton and CUDA
@@ -41,7 +41,7 @@ pub struct BenchArgs {
     /// Compare with a baseline that `--save` wrote; exit with 1 if a case is slower beyond noise
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Slowdown that `--compare` accepts, in percent
+    /// Slowdown that `--compare` accepts, in percent; a slowdown within noise is accepted too
     #[arg(long, value_name = "PCT", default_value_t = 5.0, value_parser = percent)]
     #[arg(allow_negative_numbers = true, requires = "compare")]
     pub threshold: f64,

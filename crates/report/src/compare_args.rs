@@ -24,7 +24,7 @@ const WINDOW: usize = 512;
 /// Arguments of `compare`: one model, the backends and the precisions.
 #[derive(Debug, Args)]
 pub struct CompareArgs {
-    /// Folder with config.json and safetensors, as on Hugging Face
+    /// Folder with config.json and safetensors; a name on the Hugging Face Hub is not accepted
     #[arg(long, short, value_name = "DIR")]
     pub model: PathBuf,
     /// Backends to compare, each in every precision: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu; the first

@@ -119,8 +119,8 @@ pub enum InvalidAttention {
     )]
     Window,
     #[error(
-        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
-         number of query heads for every key head"
+        "expected a multiple of {kv_heads} KV heads, got {heads} query heads\nhint: use the same \
+         number of query heads for every KV head"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(

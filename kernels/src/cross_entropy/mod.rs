@@ -99,13 +99,21 @@ pub struct CrossEntropyProblem {
 pub enum InvalidCrossEntropy {
     #[error("expected {axis} of at least 1, got 0\nhint: skip a loss without logits")]
     Empty { axis: &'static str },
-    #[error("expected a vocabulary of at most 2^24 tokens, got {0}")]
+    #[error(
+        "expected a vocabulary of at most 2^24 tokens, got {0}\nhint: use a smaller vocabulary"
+    )]
     Vocab(u32),
-    #[error("expected a stride of at least the vocabulary {vocab}, got {stride}")]
+    #[error(
+        "expected a stride of at least the vocabulary {vocab}, got {stride}\nhint: pass rows that do \
+         not overlap"
+    )]
     Stride { vocab: u32, stride: u32 },
-    #[error("expected a finite {name} above 0, got {value}")]
+    #[error(
+        "expected a finite {name} above 0, got {value}\nhint: to disable it, use a \
+         temperature of 1 or no soft cap"
+    )]
     Scalar { name: &'static str, value: f32 },
-    #[error("expected logits in f32, f16 or bf16, got {0}")]
+    #[error("expected logits in f32, f16 or bf16, got {0}\nhint: cast to one of these dtypes")]
     DType(DType),
 }
 

@@ -140,8 +140,8 @@ pub enum InvalidMatmul {
     )]
     Groups,
     #[error(
-        "a gated matmul needs a 4-bit weight with an even n, which is a multiple of 32 in tiles; \
-         got n {n}\nhint: join a gate and an up matrix with the same number of rows"
+        "expected a 4-bit weight with even n (a multiple of 32 in tile order), got n {n}\nhint: \
+         join a gate and an up matrix with the same number of rows"
     )]
     Halves { n: u32 },
 }

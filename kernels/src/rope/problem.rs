@@ -87,8 +87,8 @@ pub enum InvalidRope {
     #[error("expected {axis} of at least 1, got 0\nhint: skip an empty projection")]
     Empty { axis: &'static str },
     #[error(
-        "{heads} query heads are not a multiple of {kv_heads} key heads\nhint: use the same \
-         number of query heads for every key head"
+        "expected a multiple of {kv_heads} KV heads, got {heads} query heads\nhint: use the same \
+         number of query heads for every KV head"
     )]
     Heads { heads: u32, kv_heads: u32 },
     #[error(

@@ -125,7 +125,7 @@ impl Decoder {
     /// Computes the loss of a batch, and the gradient of `weight` · loss with respect to an adapter.
     ///
     /// # Errors
-    /// [`Error::NothingToLearn`] for a batch with nothing to learn or an empty sequence. [`Error::Token`].
+    /// [`Error::NothingToLearn`] for a batch without target tokens or with an empty sequence. [`Error::Token`].
     /// [`Error::Context`] for a sequence longer than the context length of the model. [`Error::Op`].
     ///
     /// # Panics

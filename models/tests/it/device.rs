@@ -130,7 +130,7 @@ fn contexts_past_the_files_count_are_those_of_transformers() {
     let learned = open("gpt2");
     let max = learned.config().max_seq;
     let refused = learned.with_context(max + 1).expect_err("no vector").to_string();
-    assert!(refused.contains(&format!("at most {max} positions")), "{refused}");
+    assert!(refused.contains(&format!("at most {max} tokens")), "{refused}");
 }
 
 /// Logits in several parts equal those of one forward pass, even if a re-prefill changes all RoPE

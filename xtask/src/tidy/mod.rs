@@ -26,6 +26,7 @@ pub(crate) fn check_tree(root: &Path) -> Result<usize> {
     let files = tracked(root)?;
     let mut findings = rules::top_level(&files);
     findings.extend(rules::dependencies(&dependencies(root)?));
+    let (mut guide, mut sources) = (String::new(), Vec::new());
     for file in &files {
         let path = root.join(file);
         let meta = fs::symlink_metadata(&path).with_context(|| file.clone())?;
@@ -38,8 +39,13 @@ pub(crate) fn check_tree(root: &Path) -> Result<usize> {
         if let Ok(text) = String::from_utf8(bytes) {
             findings.extend(rules::lines(file, &text));
             findings.extend(rules::prose(file, &text));
+            sources.extend(rules::joined(file, &text));
+            if file == rules::GUIDE {
+                guide = text;
+            }
         }
     }
+    findings.extend(rules::symptoms(&guide, &sources));
     if findings.is_empty() {
         return Ok(files.len());
     }

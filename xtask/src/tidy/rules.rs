@@ -157,6 +157,41 @@ pub(super) fn prose(file: &str, text: &str) -> Vec<String> {
     findings
 }
 
+/// Guide whose tables quote error texts.
+pub(super) const GUIDE: &str = "crates/flashover/docs/troubleshooting.md";
+
+/// Fewest characters of a part of a quote that the sources are searched for.
+const QUOTED_PART: usize = 8;
+
+/// Checks that the quotes in the first column of [`GUIDE`] occur in the sources, which [`joined`] returned. In a quote,
+/// `...` stands for a variable part.
+pub(super) fn symptoms(guide: &str, sources: &[String]) -> Vec<String> {
+    let mut findings = Vec::new();
+    for (i, line) in guide.lines().enumerate() {
+        let Some(row) = line.trim_start().strip_prefix('|') else { continue };
+        let cell = row.split('|').next().unwrap_or_default();
+        for part in cell.split('`').skip(1).step_by(2).flat_map(|quote| quote.split("...")) {
+            let part = part.trim();
+            let long = part.chars().count() >= QUOTED_PART;
+            if long && !sources.iter().any(|source| source.contains(part)) {
+                findings.push(format!("{GUIDE}:{}: no source has the text `{part}`", i + 1));
+            }
+        }
+    }
+    findings
+}
+
+/// Joins string literals that a backslash continues on the next line. Returns none for files that are not sources of
+/// error texts.
+pub(super) fn joined(file: &str, text: &str) -> Option<String> {
+    if !file.ends_with(".rs") || file.contains("/tests/") {
+        return None;
+    }
+    let mut pieces = text.split("\\\n");
+    let first = pieces.next().unwrap_or_default().to_owned();
+    Some(pieces.fold(first, |whole, piece| whole + piece.trim_start()))
+}
+
 /// Checks the single lines of one file.
 pub(super) fn lines(file: &str, text: &str) -> Vec<String> {
     let rust = file.ends_with(".rs");
@@ -283,6 +318,23 @@ mod tests {
             assert!(one("a.md", &format!("see target{folder}x")).is_none());
         }
         assert!(one("a.md", concat!("a /", "rooted tree")).is_none());
+    }
+
+    #[test]
+    fn quoted_symptoms_are_texts_of_the_sources() {
+        let source = "\"cannot open {path}: it is \\\n         locked by {owner}\\nhint: wait\"";
+        let sources = [joined("crates/a/src/lib.rs", source).unwrap()];
+        let guide =
+            |cell: &str| symptoms(&format!("| symptom |\n|---|\n| {cell} | x |\n"), &sources);
+        for good in
+            ["plain words", "`it is locked by ...`", "`cannot open ...: it is locked`", "`ls`"]
+        {
+            assert!(guide(good).is_empty(), "{good}");
+        }
+        let part = format!("{GUIDE}:3: no source has the text `is free now`");
+        assert_eq!(guide("`cannot open` or `... is free now`"), [part]);
+        assert_eq!(joined("crates/a/tests/it/main.rs", source), None);
+        assert_eq!(joined("crates/a/README.md", source), None);
     }
 
     #[test]

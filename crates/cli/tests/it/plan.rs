@@ -198,9 +198,9 @@ fn what_is_measured_is_planned_before_it_is_loaded() {
     let model = fixture("llama");
     let model = model.to_str().expect("UTF-8");
     for (command, more, why) in [
-        ("bench", &["-p", "8,4096", "-n", "0"][..], "4096 positions, but the model has 128"),
-        ("profile", &["-p", "120", "-n", "16"], "136 positions, but the model has 128"),
-        ("bench", &["-b", "1,4096", "-p", "64", "-n", "0"], "with 4096 sequences of 64 positions"),
+        ("bench", &["-p", "8,4096", "-n", "0"][..], "expected at most 128 tokens, got 4096"),
+        ("profile", &["-p", "120", "-n", "16"], "expected at most 128 tokens, got 136"),
+        ("bench", &["-b", "1,4096", "-p", "64", "-n", "0"], "with 4096 sequences of 64 tokens"),
     ] {
         let args = [command, "--model", model, "--backend", "cpu", "--memory-limit", "64MiB"];
         let out = flashover(&[&args[..], more].concat());

@@ -497,7 +497,7 @@ fn bad_models_are_refused_and_nothing_is_left() {
             with(&["--report", &place.text("absent/x.json")]),
             " does not exist\nhint: create it".into(),
         ),
-        (with(&["--report", &weights]), "is read and written".into()),
+        (with(&["--report", &weights]), "input and output are the same file: ".into()),
     ] {
         let text = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(2), "{words}: {text}");

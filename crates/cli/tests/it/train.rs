@@ -97,9 +97,9 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         assert!(!folder.path().join("adapter").exists(), "{more:?}");
     };
     refused(&["--data", &path("gone")], "cannot read");
-    refused(&["--data", &path("bad.jsonl")], "line 1 has fields (question) or values that are no");
+    refused(&["--data", &path("bad.jsonl")], "line 1: unexpected fields (question) or values");
     fs::write(path("cut.jsonl"), "{\"text\": \"One day").expect("written");
-    refused(&["--data", &path("cut.jsonl")], "line 1 is no JSON: EOF");
+    refused(&["--data", &path("cut.jsonl")], "line 1: not JSON: EOF");
     fs::write(path("list.json"), "[]").expect("written");
     refused(&["--data", &path("list.json")], "expected a text or a .jsonl, got ");
     for name in ["table.csv", "table.TSV", "table.parquet"] {
@@ -107,7 +107,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         refused(&["--data", &path(name)], "expected a text or a .jsonl, got ");
     }
     fs::write(path("bad.ndjson"), "{\"question\": 1}\n").expect("written");
-    refused(&["--data", &path("bad.ndjson")], "line 1 has fields (question) or values");
+    refused(&["--data", &path("bad.ndjson")], "line 1: unexpected fields (question) or values");
     // Names of fields are one line, escaped and cut.
     let forged = format!("{{\"a\\nhint: obey \\u202e\": 1, \"{}\": 2}}\n", "b".repeat(100_000));
     fs::write(path("forged.jsonl"), forged).expect("written");
@@ -128,8 +128,11 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["--clip", "nan"], "a gradient norm of 0 or more, got NaN\nhint: ");
     with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
     with(&["--lora-alpha", "0"], "rank 16 and alpha 0.0 are not supported\nhint: ");
-    with(&["--profile-trace", &data], "is read and written\nhint: ");
-    with(&["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")], "is read and");
+    with(&["--profile-trace", &data], "input and output are the same file: ");
+    with(
+        &["--held-out", &path("bad.jsonl"), "--profile-trace", &path("bad.jsonl")],
+        "the same file: ",
+    );
     let other = fixture("llama").join("lora");
     let other = other.to_str().expect("UTF-8");
     with(
@@ -145,10 +148,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--preset", "latency"], "preset latency is not for training\nhint: ");
     with(&["--memory-limit", "30MiB"], "activations and gradients");
-    with(
-        &["-c", "513"],
-        "at most 512, which the model has, got 513\nhint: -c 512, or --max-context 513",
-    );
+    with(&["-c", "513"], "at most 512 tokens, got 513\nhint: use -c 512, or --max-context 513");
     with(&["--adapter", other], "has shape [4, 32], expected [4, 256]");
 }
 
@@ -168,15 +168,15 @@ fn an_adapter_is_replaced_only_when_told() {
     };
     let (code, said) = trained(&["--data", &path("data.jsonlines")]);
     assert_eq!(code, Some(0), "{said}");
-    assert!(!said.contains("looks like one example per line"), "{said}");
+    assert!(!said.contains("looks like JSON lines"), "{said}");
     let weights = fs::read(Path::new(&output).join("adapter_model.safetensors")).expect("saved");
     let (code, said) = trained(&["--data", &path("lines.txt")]);
     assert_eq!(code, Some(2), "{said}");
-    assert!(said.contains("has an adapter\nhint: --overwrite replaces it"), "{said}");
+    assert!(said.contains("has an adapter\nhint: replace it with --overwrite"), "{said}");
     assert_eq!(fs::read(Path::new(&output).join("adapter_model.safetensors")).ok(), Some(weights));
     let (code, said) = trained(&["--data", &path("lines.txt"), "--overwrite"]);
     assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("is learned as a text, but looks like one example per line"), "{said}");
+    assert!(said.contains("looks like JSON lines but is read as plain text"), "{said}");
     // An adapter that goes on replaces itself.
     let (code, said) = trained(&["--data", &path("lines.txt"), "--adapter", &output]);
     assert_eq!(code, Some(0), "{said}");

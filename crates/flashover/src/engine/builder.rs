@@ -44,8 +44,8 @@ pub struct EngineBuilder<'p> {
 }
 
 impl Engine {
-    /// Starts to load a model from a Hugging Face folder, or with the feature `hub` from an `owner/name[@revision]` of
-    /// the Hugging Face Hub. [`EngineBuilder::build`] loads it.
+    /// Starts to load a model from a Hugging Face folder, or with the default feature `hub` from an
+    /// `owner/name[@revision]` of the Hugging Face Hub. [`EngineBuilder::build`] loads it.
     ///
     /// ```
     /// use flashover::{Device, Engine};

@@ -129,7 +129,7 @@ impl Plan {
         let Workload { batch, shared, .. } = self.workload;
         let fitting = match (self.largest_context, self.largest_batch) {
             (Some(context), _) if context > 0 => {
-                format!("{context} positions fit with a batch of {batch}")
+                format!("{context} tokens fit with a batch of {batch}")
             }
             (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits"),
             _ if shared > 0 => "use fewer completions or fewer new tokens".to_owned(),
@@ -182,8 +182,8 @@ impl fmt::Display for Plan {
         match training {
             None => {
                 let sequences = if *batch == 1 { "sequence" } else { "sequences" };
-                let positions = if *context == 1 { "position" } else { "positions" };
-                write!(f, "{} with {batch} {sequences} of {context} {positions}", self.model)?;
+                let tokens = if *context == 1 { "token" } else { "tokens" };
+                write!(f, "{} with {batch} {sequences} of {context} {tokens}", self.model)?;
             }
             Some(Training { lora, .. }) => write!(
                 f,

@@ -29,7 +29,7 @@ fn eight_billion_fit_a_small_card_in_4_bits_alone() {
     let context = dense.largest_context.expect("known");
     assert!(plan("rtx4080", &EngineOptions::default(), 1, context).fits());
     assert!(!plan("rtx4080", &EngineOptions::default(), 1, context + 1).fits());
-    assert!(dense.advice().contains("positions fit"), "{}", dense.advice());
+    assert!(dense.advice().contains("tokens fit"), "{}", dense.advice());
     // Half of the KV cache is enough.
     assert!(dense.advice().contains("--kv-cache int8"), "{}", dense.advice());
     let bytes = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };

@@ -21,7 +21,7 @@ pub struct Dataset {
     pub examples: Vec<Example>,
     /// Number of examples that were longer than the context, and are cut to it.
     pub cut: usize,
-    /// Number of examples that have no token to learn within the context, and are left out.
+    /// Number of examples that have no target token within the context, and are dropped.
     pub left_out: usize,
     /// Number of examples whose prompt by itself ends in other tokens than in front of its completion.
     pub diverged: usize,
@@ -45,9 +45,10 @@ pub enum DatasetError {
         .0.display()
     )]
     Format(PathBuf),
-    /// A line is no example.
+    /// A line is not an example.
     #[error(
-        "{}: line {line} {why}\nhint: {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": [..]}}",
+        "{}: line {line}: {why}\nhint: write {{\"text\": ..}}, {{\"prompt\": .., \"completion\": ..}} or {{\"messages\": \
+         [..]}}",
         .path.display()
     )]
     Line {
@@ -55,12 +56,12 @@ pub enum DatasetError {
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// The problem, such as "is no object".
+        /// The problem, such as "expected a JSON object".
         why: String,
     },
-    /// No example has a token to learn within the context.
+    /// No example has a target token within the context.
     #[error(
-        "{} has nothing to learn within {context} positions\nhint: a longer context, or more text",
+        "no example of {} has a target token within {context} tokens\nhint: use a longer context (--context) or more text",
         .path.display()
     )]
     Nothing {
@@ -78,8 +79,8 @@ pub enum DatasetError {
 fn readable(why: &io::Error) -> &'static str {
     match why.kind() {
         io::ErrorKind::Unsupported => "fetch the file with `git lfs pull`",
-        io::ErrorKind::InvalidData => "a text or a .jsonl in UTF-8",
-        _ => "a text, or a .jsonl with one example per line",
+        io::ErrorKind::InvalidData => "use a text or a .jsonl in UTF-8",
+        _ => "use a text, or a .jsonl with one example per line",
     }
 }
 
@@ -106,13 +107,12 @@ impl Line {
             let text = why.to_string();
             // serde counts lines within this one.
             let text = text.split(" at line ").next().unwrap_or(&text);
-            format!("is no JSON: {text}, at character {}", why.column())
+            format!("not JSON: {text}, at character {}", why.column())
         })?;
-        let Value::Object(fields) = &value else { return Err("is no object".to_owned()) };
+        let Value::Object(fields) = &value else { return Err("expected a JSON object".to_owned()) };
         let names: Vec<&str> = fields.keys().map(String::as_str).collect();
         let names = text::quoted(&names.join(", "));
-        serde_json::from_value(value)
-            .map_err(|_| format!("has fields ({names}) or values that are no example"))
+        serde_json::from_value(value).map_err(|_| format!("unexpected fields ({names}) or values"))
     }
 }
 
@@ -122,13 +122,13 @@ const LINES: [&str; 4] = ["jsonl", "jsonlines", "jl", "ndjson"];
 const REFUSED: [&str; 6] = ["json", "csv", "tsv", "parquet", "arrow", "xlsx"];
 
 impl Dataset {
-    /// Reads a file. A `.jsonl` (or `.ndjson`, `.jsonlines`, `.jl`) has one example per line: a prompt, or all messages
-    /// except the last, is read and not learned. A file with any other ending is a text, learned in pieces of
-    /// `context` tokens.
+    /// Reads a file. A `.jsonl` (or `.ndjson`, `.jsonlines`, `.jl`) has one example per line: the loss covers only
+    /// the completion or the last message. A file with any other ending is plain text, split into chunks of `context`
+    /// tokens.
     ///
-    /// A line is encoded as a whole, and learned from its first token that differs from those of its prompt alone, as
-    /// in trl. A text or a completion ends with the tokenizer's EOS, or generation_config's if it names none. BOS and
-    /// EOS that the line already has are not repeated.
+    /// A line is encoded as a whole. Its target tokens begin with the first token that differs from those of its prompt
+    /// alone, as in trl. A text or a completion ends with the tokenizer's EOS, or generation_config's if it names none.
+    /// BOS and EOS that the line already has are not repeated.
     ///
     /// Logs a warning for a text that looks like JSON lines.
     ///
@@ -165,7 +165,7 @@ impl Dataset {
                 // Files that were appended to another begin with a mark each.
                 let line = Line::read(line.trim_start_matches('\u{feff}')).map_err(bad)?;
                 let (example, diverged) = line.example(&encoder)?.ok_or_else(|| {
-                    bad("has messages that do not end with an answer, or its template moves the answer".to_owned())
+                    bad("expected the last message from the assistant, at the end of the rendered template".to_owned())
                 })?;
                 all.add(example, diverged, context);
             }
@@ -173,7 +173,7 @@ impl Dataset {
             let is_object = |line| serde_json::from_str::<Map<String, Value>>(line).is_ok();
             if lines.peek().is_some_and(|(_, line)| is_object(line)) {
                 log::warn!(
-                    "{} is learned as a text, but looks like one example per line; such a file is called .jsonl",
+                    "{} looks like JSON lines but is read as plain text\nhint: rename it to .jsonl",
                     path.display()
                 );
             }
@@ -239,7 +239,8 @@ fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
 }
 
 impl Line {
-    /// Returns an example, and true if its prompt diverges. None for messages that do not end with an answer.
+    /// Returns an example, and true if its prompt diverges. None unless the last message is from the assistant and the
+    /// rendered template ends with it.
     fn example(self, encoder: &Encoder) -> Result<Option<(Example, bool)>, GenerateError> {
         Ok(Some(match self {
             Self::Text { text } => (Example { tokens: encoder.ended(&text)?, from: 0 }, false),
@@ -269,7 +270,7 @@ impl Line {
     }
 }
 
-/// Returns an example that learns the tokens after the common prefix with its prompt, and true if the prompt goes on.
+/// Returns an example whose target tokens follow the common prefix with its prompt, and true if the prompt goes on.
 fn after(prompt: &[u32], tokens: Vec<u32>) -> (Example, bool) {
     let from = prompt.iter().zip(&tokens).take_while(|(own, other)| own == other).count();
     (Example { tokens, from }, from < prompt.len())

@@ -14,7 +14,7 @@ pub enum TrainError {
     /// The workload does not fit in memory, or cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The model cannot learn the examples or have the adapter, or files cannot be written.
+    /// The model cannot be trained on the examples or have the adapter, or files cannot be written.
     #[error(transparent)]
     Model(#[from] models::Error),
     /// The device failed, or had less free memory than planned.

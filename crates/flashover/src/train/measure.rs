@@ -8,7 +8,7 @@ use super::error::TrainError;
 use super::{TrainOptions, Trainer};
 use crate::engine::Engine;
 
-/// Training steps to measure, on sequences of one length whose tokens are all learned.
+/// Training steps to measure, on sequences of one length whose tokens all are targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainTest {
     /// Number of sequences per step.

@@ -276,8 +276,8 @@ fn a_budget_holds() {
     let Err(GenerateError::Plan(PlanError::Memory(plan))) = &refused else { panic!("{refused:?}") };
     assert_eq!(plan.largest_context, Some(64));
     let text = refused.expect_err("refused").to_string();
-    assert!(text.contains("with 1 sequence of 65 positions takes"), "{text}");
-    assert!(text.contains("hint: 64 positions fit"), "{text}");
+    assert!(text.contains("with 1 sequence of 65 tokens takes"), "{text}");
+    assert!(text.contains("hint: 64 tokens fit"), "{text}");
     let two = small.generate_batch(&[&prompt[..4], &prompt[..5]], 1, &plain(60));
     assert!(matches!(two, Err(GenerateError::Plan(PlanError::Memory(_)))), "{two:?}");
     // Refused requests leave nothing behind, and the engine still works.
@@ -461,7 +461,10 @@ fn what_cannot_answer_says_why() {
     };
     assert!(matches!(fails(&[], &plain(1)), GenerateError::EmptyPrompt));
     let full = fails(&[1; 9], &plain(1));
-    assert!(full.to_string().starts_with("9 positions, but the cache holds 8"), "{full}");
+    assert!(
+        full.to_string().starts_with("expected at most 8 tokens in the cache, got 9"),
+        "{full}"
+    );
     let hot = Sampling { temperature: -1.0, ..Sampling::default() };
     let hot = fails(&[1], &Request { sampling: hot, ..plain(1) });
     assert!(hot.to_string().starts_with("temperature is -1\nhint: "), "{hot}");
@@ -475,7 +478,7 @@ fn what_cannot_answer_says_why() {
     assert!(matches!(bare.encode_chat(&[]), Err(GenerateError::NoTemplate(_))));
     let long = engine.config().max_seq + 1;
     let long = engine.session(long).expect_err("longer than the model").to_string();
-    assert!(long.contains("but the model has"), "{long}");
+    assert!(long.contains("expected at most "), "{long}");
 }
 
 #[test]

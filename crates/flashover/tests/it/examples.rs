@@ -36,7 +36,7 @@ fn a_batch_has_several_answers() {
     assert_eq!(answers.len(), 8, "{text}");
     assert!(answers[0].starts_with("Once upon a time|"), "{text}");
     assert!(answers.chunks(2).any(|two| two[0] != two[1]), "two answers are drawn: {text}");
-    assert!(text.contains("with 4 sequences of 128 positions takes"), "{text}");
+    assert!(text.contains("with 4 sequences of 128 tokens takes"), "{text}");
 }
 
 #[test]

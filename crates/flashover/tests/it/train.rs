@@ -144,7 +144,7 @@ fn examples_come_from_files() {
     assert_eq!((plain.from, &plain.tokens[..prompt.len()]), (0, &prompt[..]));
     assert_eq!((pair.from, pair.tokens.last()), (prompt.len(), Some(&eos)));
     assert!(pair.tokens.len() > prompt.len() + 2 && plain.tokens.last() == Some(&eos));
-    // Long examples are cut, and count only if a learned token is left.
+    // Long examples are cut, and count only if a target token is left.
     let data = open("b.jsonl", lines, prompt.len()).expect("examples");
     assert_eq!((data.examples.len(), data.cut, data.left_out), (1, 1, 1));
     let text = "Once upon a time there was a little dog. ".repeat(9);
@@ -153,11 +153,14 @@ fn examples_come_from_files() {
     assert_eq!(all, folder.encode(&text).expect("text"));
     assert!(data.examples.iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
     for (text, why) in [
-        ("{\"text\": 3}", "line 1 has fields (text) or values that are no example"),
-        ("{\"text\": \"a\"}\n{\"question\": \"a\"}", "line 2 has fields (question) or values"),
-        ("not json", "line 1 is no JSON: "),
-        ("[]", "line 1 is no object"),
-        ("", "has nothing to learn within 64 positions"),
+        ("{\"text\": 3}", "line 1: unexpected fields (text) or values"),
+        (
+            "{\"text\": \"a\"}\n{\"question\": \"a\"}",
+            "line 2: unexpected fields (question) or values",
+        ),
+        ("not json", "line 1: not JSON: "),
+        ("[]", "line 1: expected a JSON object"),
+        ("", "has a target token within 64 tokens"),
     ] {
         let refused = open("bad.jsonl", text, 64).expect_err(text).to_string();
         assert!(refused.contains(why) && refused.contains("\nhint: "), "{refused}");

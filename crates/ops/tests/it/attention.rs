@@ -452,7 +452,7 @@ fn mistakes_are_errors() {
         |q, k, v| attention(&ctx, q, k, v, None, None, options).expect_err("a mistake").to_string();
     let q = || t([1, 4, 2, 8]);
     assert!(
-        fails(q(), t([1, 3, 2, 8]), t([1, 3, 2, 8])).contains("are not a multiple of 3 key heads")
+        fails(q(), t([1, 3, 2, 8]), t([1, 3, 2, 8])).contains("a multiple of 3 KV heads, got 4")
     );
     assert!(fails(q(), t([1, 2, 2, 9]), t([1, 2, 2, 9])).contains("k has shape"));
     assert!(fails(q(), t([1, 2, 2, 8]), t([1, 2, 3, 8])).contains("v has shape"));
