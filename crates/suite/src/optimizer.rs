@@ -16,6 +16,7 @@ use tune::{Kernel, Queue};
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{
     CheckError, Verdict, fnv1a, guarded, intact, kernel_error, read, reference_dtype, scratch_of,
+    window,
 };
 use crate::kernel::{KernelSuite, Params, insert_rules, params, precision};
 
@@ -49,20 +50,32 @@ struct State {
 }
 
 impl State {
-    fn read(device: &Device, p: &AdamWProblem, of: &AdamWOperands) -> Result<Self, CheckError> {
+    /// Reads the parameters of `p`, the first of `all`.
+    fn read(
+        device: &Device,
+        p: &AdamWProblem,
+        all: u64,
+        of: &AdamWOperands,
+    ) -> Result<Self, CheckError> {
         let len = p.len as usize;
         let moment = moment_bytes(p);
-        let absmax = of.blocks.as_ref().map(|blocks| &blocks.absmax);
         let part = |handle: Option<&Handle>, bytes: usize| match handle {
-            Some(handle) => read(device, handle, bytes),
+            Some(handle) => read(device, &window(handle, 0, bytes), bytes),
             None => Ok(Vec::new()),
         };
+        let (own, blocks) = (4 * len / BLOCK as usize, 4 * (all / u64::from(BLOCK)) as usize);
+        let mut absmax = Vec::new();
+        if let Some(BlockBuffers { absmax: both, .. }) = &of.blocks {
+            for start in [0, blocks] {
+                absmax.extend(read(device, &window(both, start, own), own)?);
+            }
+        }
         Ok(Self {
             weights: read(device, &of.weights, len * p.weights.size())?,
             master: part(of.master.as_ref(), 4 * len)?,
             m: read(device, &of.m, moment)?,
             v: read(device, &of.v, moment)?,
-            absmax: part(absmax, 8 * len / BLOCK as usize)?,
+            absmax,
         })
     }
 
@@ -105,7 +118,10 @@ impl State {
     }
 }
 
-/// What a step reads.
+/// Parameters that are compared after a measurement.
+const SAMPLE: u64 = 1 << 18;
+
+/// Gradient and control of a step.
 struct Given {
     gradient: Vec<f32>,
     control: Control,
@@ -178,7 +194,7 @@ impl KernelSuite for AdamW {
         let run = || {
             let operands = before.upload(device, &case.problem, &given);
             Self::launch(&Queue::Device(device), &case.problem, config, &operands, None);
-            let after = State::read(device, &case.problem, &operands)?;
+            let after = State::read(device, &case.problem, case.problem.len, &operands)?;
             let blocks = operands.blocks.as_ref().map(|blocks| &blocks.absmax);
             let written = [&operands.weights, &operands.m, &operands.v].into_iter();
             written
@@ -201,7 +217,7 @@ impl KernelSuite for AdamW {
         verdict(&case.problem, &before, &after, &given)
     }
 
-    /// Steps once more, because the state before the measured steps is gone.
+    /// Steps once more, because the state before the measured steps is gone, and compares the first parameters.
     fn verify_operands(
         device: &Device,
         p: &AdamWProblem,
@@ -211,13 +227,20 @@ impl KernelSuite for AdamW {
         let config = Self::baseline(device.profile(), p).map_err(kernel_error)?;
         let control = floats(&read(device, &operands.control, 4 * CONTROL)?);
         let control: [f32; CONTROL] = control.try_into().map_err(kernel_error)?;
+        let first = AdamWProblem { len: p.len.min(SAMPLE), ..*p };
+        let part = |handle: &Handle, bytes: usize| window(handle, 0, bytes);
         let given = Given {
-            gradient: floats(&read(device, &operands.gradient, 4 * p.len as usize)?),
+            gradient: floats(&read(
+                device,
+                &part(&operands.gradient, 4 * first.len as usize),
+                4 * first.len as usize,
+            )?),
             control: Control::from_array(control),
         };
-        let before = State::read(device, p, operands)?;
+        let state = || State::read(device, &first, p.len, operands);
+        let before = state()?;
         Self::launch(&Queue::Device(device), p, &config, operands, None);
-        verdict(p, &before, &State::read(device, p, operands)?, &given)
+        verdict(&first, &before, &state()?, &given)
     }
 
     /// The parameters of GPT-2, and a sixteenth of an 8B model's.

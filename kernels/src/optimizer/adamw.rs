@@ -9,7 +9,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 use super::codes::{BLOCK, nearest_code, signed_map, unsigned_map};
 use super::control::{CONTROL, Control};
-use crate::elem::{elem, rounding};
+use crate::elem::elem;
 use crate::fits::stores;
 use crate::launch::{index_width, launch};
 use crate::round::{by_hand, rounded};
@@ -232,9 +232,9 @@ impl Kernel for AdamW {
         }
     }
 
-    fn outputs(p: &AdamWProblem, operands: &AdamWOperands) -> Vec<Output> {
-        let (handle, tolerance) = (operands.weights.clone(), rounding(p.weights).max(1e-5));
-        vec![Output { handle, dtype: p.weights, len: p.len as usize, tolerance }]
+    /// None: a launch reads what it writes.
+    fn outputs(_: &AdamWProblem, _: &AdamWOperands) -> Vec<Output> {
+        Vec::new()
     }
 
     fn launch(
@@ -366,7 +366,7 @@ fn correction(control: &[f32], numbers: &Numbers) -> Correction {
         factor: control[0],
         rate: numbers.learning_rate / control[2],
         root: 1.0f32 / control[3].sqrt(),
-        seed: numbers.seed + u32::cast_from(control[4]) * 0x85eb_ca6bu32,
+        seed: random(u32::cast_from(control[4]) as usize, numbers.seed),
     }
 }
 
@@ -386,6 +386,15 @@ fn stepped(of: Parameter, gradient: f32, numbers: &Numbers, by: &Correction) -> 
     let v = fma(numbers.rest2 * g, g, numbers.beta2 * of.v);
     let size = v.sqrt() * by.root + numbers.eps;
     Parameter { p: numbers.keep * of.p - by.rate * m / size, m, v }
+}
+
+/// Returns 32 random bits of an index and a seed: Wellons' hash `lowbias32`.
+#[cube]
+fn random(index: usize, seed: u32) -> u32 {
+    let mut h = u32::cast_from(index) ^ seed;
+    h = (h ^ (h >> 16)) * 0x7feb_352du32;
+    h = (h ^ (h >> 15)) * 0x846c_a68bu32;
+    h ^ (h >> 16)
 }
 
 /// Rounds to bf16, up with the probability of the distance to the value below, by 16 random bits.
@@ -436,17 +445,17 @@ fn step<W: Float, S: Float>(
                 v: f32::cast_from(old_v.extract(e)),
             };
             let now = stepped(of, g.extract(e), &numbers, &by);
-            let random = crate::hash(index * 4 + comptime!(e), by.seed);
+            let bits = random(index * 4 + comptime!(e), by.seed);
             if comptime!(plan.master) {
                 new_p.insert(e, now.p);
                 new_w.insert(e, rounded::<W>(now.p, plan.rounds));
             } else if comptime!(plan.stochastic) {
-                new_w.insert(e, W::cast_from(stochastic(now.p, random)));
+                new_w.insert(e, W::cast_from(stochastic(now.p, bits)));
             } else {
                 new_w.insert(e, W::cast_from(now.p));
             }
             if comptime!(plan.narrow) {
-                let other = crate::hash(index * 4 + comptime!(e), by.seed ^ 0x2545_f491u32);
+                let other = random(index * 4 + comptime!(e), by.seed ^ 0x2545_f491u32);
                 new_m.insert(e, S::cast_from(stochastic(now.m, other)));
                 new_v.insert(e, S::cast_from(stochastic(now.v, other >> 16)));
             } else {
@@ -523,12 +532,12 @@ fn step_of_codes<W: Float>(
                     v: map[(256 + ((code_v >> shift) & 0xff)) as usize] * old_v,
                 };
                 let now = stepped(of, g.extract(e), &numbers, &by);
-                let random = crate::hash(index * 4 + comptime!(e), by.seed);
+                let bits = random(index * 4 + comptime!(e), by.seed);
                 if comptime!(plan.master) {
                     new_p.insert(e, now.p);
                     new_w.insert(e, rounded::<W>(now.p, plan.rounds));
                 } else if comptime!(plan.stochastic) {
-                    new_w.insert(e, W::cast_from(stochastic(now.p, random)));
+                    new_w.insert(e, W::cast_from(stochastic(now.p, bits)));
                 } else {
                     new_w.insert(e, W::cast_from(now.p));
                 }
