@@ -304,7 +304,41 @@ def adamw(case, dtype):
     return torch.optim.AdamW([weights], fused=True, **options).step
 
 
+def norm_backward(case, dtype):
+    """Returns the gradients of a norm, and the sum with the residual's gradient, fused by torch.compile."""
+    shape, width = (case["rows"], case["width"]), case["width"]
+
+    def made():
+        x, dout, residual = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+        weight, bias = (torch.randn(width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+        return x.requires_grad_(), weight, bias, dout, residual
+
+    turns = itertools.cycle([made() for _ in range(case["sets"])])
+
+    @torch.compile
+    def out(x, weight, bias, residual):
+        if case["kind"] == "layer":
+            y = torch.nn.functional.layer_norm(x, (width,), weight, bias)
+        else:
+            y = torch.nn.functional.rms_norm(x, (width,), weight)
+        # The gradient of the first result is added to that of x, as the residual stream does.
+        return x + 0, y
+
+    x, weight, bias, _, residual = next(turns)
+    of = [x, weight, bias] if case["kind"] == "layer" else [x, weight]
+    kept = out(x, weight, bias, residual)
+
+    def run():
+        _, _, _, dout, residual = next(turns)
+        torch.autograd.grad(kept, of, (residual, dout), retain_graph=True)
+
+    # A backward pass cannot be captured in a graph by itself.
+    run.waits = True
+    return run
+
+
 OPS = {
+    "norm_backward": norm_backward,
     "adamw": adamw,
     "cross_entropy": cross_entropy,
     "matmul": matmul,

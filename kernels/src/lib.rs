@@ -8,6 +8,7 @@
 
 pub mod attention;
 pub mod ceiling;
+pub mod column_sums;
 mod cooperative;
 pub mod cross_entropy;
 mod dequant;

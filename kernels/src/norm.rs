@@ -15,6 +15,8 @@
 //! and keeps them in registers. A row then costs one trip to memory, not three. Longer rows are read again,
 //! from the first-level cache. On a CPU each unit processes whole rows.
 
+pub mod backward;
+
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -305,17 +307,25 @@ fn normalise<F: Float, N: Size>(
         let inside = first + group < rows;
         let from = row as usize * vectors as usize;
         if comptime!(plan.held > 0) {
-            let values = load(x, from, vectors, plan);
-            let weights = load(weight, 0usize.runtime(), vectors, plan);
+            let values = load(x, from, vectors, comptime!(plan.held), plan.rows);
+            let weights = load(weight, 0usize.runtime(), vectors, comptime!(plan.held), plan.rows);
             let mut biases = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
             if comptime!(plan.bias) {
-                biases = load(bias, 0usize.runtime(), vectors, plan);
+                biases = load(bias, 0usize.runtime(), vectors, comptime!(plan.held), plan.rows);
             }
             let mut residuals = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
             if comptime!(plan.residual) {
-                residuals = load(residual, from, vectors, plan);
+                residuals = load(residual, from, vectors, comptime!(plan.held), plan.rows);
             }
-            let scale = held_scale(&values, vectors, eps, &mut shared, plan);
+            let scale = held_scale(
+                &values,
+                vectors,
+                eps,
+                &mut shared,
+                comptime!(plan.held),
+                plan.kind,
+                plan.rows,
+            );
             #[unroll]
             for h in 0..comptime!(plan.held as usize) {
                 let at = lane + comptime!(h as u32 * lanes);
@@ -361,20 +371,21 @@ fn load<F: Float, N: Size>(
     x: &[Vector<F, N>],
     from: usize,
     vectors: u32,
-    #[comptime] plan: NormPlan,
+    #[comptime] held: u32,
+    #[comptime] plan: RowPlan,
 ) -> Array<Vector<F, N>> {
-    let lanes = comptime!(plan.rows.lanes);
-    let mut held = Array::<Vector<F, N>>::new(comptime!(plan.held as usize));
+    let lanes = comptime!(plan.lanes);
+    let mut values = Array::<Vector<F, N>>::new(comptime!(held as usize));
     #[unroll]
-    for h in 0..comptime!(plan.held as usize) {
+    for h in 0..comptime!(held as usize) {
         let at = UNIT_POS % lanes + comptime!(h as u32 * lanes);
         let mut vector = Vector::<F, N>::new(F::from_int(0));
         if at < vectors {
             vector = x[from + at as usize];
         }
-        held[h] = vector;
+        values[h] = vector;
     }
-    held
+    values
 }
 
 /// Computes the scale of a row that the units hold in registers.
@@ -384,28 +395,30 @@ fn held_scale<F: Float, N: Size>(
     vectors: u32,
     eps: f32,
     shared: &mut [f32],
-    #[comptime] plan: NormPlan,
+    #[comptime] held: u32,
+    #[comptime] kind: NormKind,
+    #[comptime] plan: RowPlan,
 ) -> RowScale {
-    let (width, lanes) = (N::value(), comptime!(plan.rows.lanes));
+    let (width, lanes) = (N::value(), comptime!(plan.lanes));
     let count = f32::cast_from(vectors * comptime!(width as u32));
     let mut mean = 0.0f32.runtime();
-    if comptime!(matches!(plan.kind, NormKind::Layer)) {
+    if comptime!(matches!(kind, NormKind::Layer)) {
         let mut sums = zeros(width);
         #[unroll]
-        for h in 0..comptime!(plan.held as usize) {
+        for h in 0..comptime!(held as usize) {
             add(&mut sums, values[h]);
         }
-        mean = row_sum(total(&sums, width), shared, plan.rows) / count;
+        mean = row_sum(total(&sums, width), shared, plan) / count;
     }
     let mut sums = zeros(width);
     #[unroll]
-    for h in 0..comptime!(plan.held as usize) {
+    for h in 0..comptime!(held as usize) {
         // Zeros past the end of a row must not count: they deviate from the mean, too.
         if UNIT_POS % lanes + comptime!(h as u32 * lanes) < vectors {
             add_squares(&mut sums, values[h], mean);
         }
     }
-    let square = row_sum(total(&sums, width), shared, plan.rows) / count;
+    let square = row_sum(total(&sums, width), shared, plan) / count;
     RowScale { mean, factor: (square + eps).inverse_sqrt() }
 }
 

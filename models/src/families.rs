@@ -77,6 +77,8 @@ impl DecoderConfig {
         let file = "config.json";
         let value = json(file, text)?;
         let fields = Fields::new(file, &value)?;
+        // Attention to later tokens, too.
+        fields.only("is_causal", &[true.into()])?;
         if let Some(quantization) = fields.section("quantization_config")? {
             quantization.only("quant_method", &["bitsandbytes".into()])?;
         }

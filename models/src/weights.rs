@@ -49,6 +49,7 @@ impl Weights {
             let why = io::Error::new(ErrorKind::NotADirectory, what);
             return Err(Error::Read { path: folder.to_owned(), why });
         }
+        checkpoint::recover(folder)?;
         let text = fields::read(&folder.join("config.json"))?;
         let weights = Self::new(DecoderConfig::from_json(&text)?, Checkpoint::open(folder)?)?;
         Ok(Self { claimed_bits: config::claimed_bits(&text), ..weights })

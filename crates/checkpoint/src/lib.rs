@@ -46,6 +46,6 @@ pub use error::{Error, Found, Reason, list, short, writable};
 pub use file::{Checkpoint, Mapped, Tensor, ends};
 pub use four_bit::{Absmax, FourBit, Layout, Nested};
 pub use quant::{DType, WeightFormat};
-pub use staged::{Staged, recover};
+pub use staged::{Staged, is_staging, recover};
 pub use weight::{Int8, Linear, Weight};
 pub use write::{Plan, Writer};

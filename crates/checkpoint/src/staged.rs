@@ -7,7 +7,8 @@
 //!
 //! After a kill, the next writer removes an uncommitted staging folder, and the next reader or writer moves what is left
 //! in a committed one ([`recover`]). Until then other programs find a folder without its `.json` files, if those differ:
-//! they are removed first and moved last, so that a config never stands next to weights of another save. The target
+//! they are removed first and moved last, the config at the very end, so that it never stands next to files of another
+//! save. The target
 //! stays the same folder, and its other files are not touched. A writer holds a lock on the target.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
@@ -123,6 +124,11 @@ impl Drop for Staged {
     }
 }
 
+/// Returns true for the staging folder of a target that exists.
+pub fn is_staging(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name == NEW)
+}
+
 /// Completes a save into a folder that a kill has interrupted after its commit.
 ///
 /// # Errors
@@ -154,7 +160,9 @@ fn settle(target: &Path) -> io::Result<()> {
         .map(|entry| entry.map(|entry| entry.file_name()))
         .collect::<io::Result<Vec<_>>>()?;
     let is_json = |name: &_| Path::new(name).extension().is_some_and(|ending| ending == "json");
-    names.sort_by_key(|name| (is_json(name), name.clone()));
+    // Without its config, no program reads a model or an adapter.
+    let is_config = |name: &_| ["config.json", "adapter_config.json"].iter().any(|own| name == own);
+    names.sort_by_key(|name| (is_config(name), is_json(name), name.clone()));
     for name in names.iter().filter(|name| is_json(name)) {
         let old = target.join(name);
         if old.is_file() && fs::read(&old)? != fs::read(done.join(name))? {

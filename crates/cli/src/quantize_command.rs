@@ -10,7 +10,7 @@ use flashover::WeightFormat;
 use flashover::quantize::{Figures, QuantizeOptions, QuantizedModel, quantize_model_until};
 
 use crate::interrupt;
-use crate::model_args::{DeviceArgs, HubArgs, all_spared, bar};
+use crate::model_args::{DeviceArgs, HubArgs, all_spared, bar, named};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// Folder to create; it must be absent or empty
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
-    #[arg(long, default_value = "nf4", value_parser = format, help = format!("Format of the weights: {}", WeightFormat::alternatives(WeightFormat::in_files())))]
+    #[arg(long, default_value = "nf4", value_parser = named(WeightFormat::in_files().map(WeightFormat::name), format), hide_possible_values = true, help = format!("Format of the weights: {}", WeightFormat::alternatives(WeightFormat::in_files())))]
     quant: WeightFormat,
     /// Values per block, which share one absmax, in 4-bit formats: a power of two from 32 to 4096 [default: 64]
     #[arg(long)]

@@ -126,6 +126,101 @@ impl Norm {
     }
 }
 
+/// Gradients of a norm with respect to its inputs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NormGradients {
+    /// `[rows, width]`, with the residual's gradient added.
+    pub dx: Vec<f64>,
+    /// `[width]`
+    pub dw: Vec<f64>,
+    /// `[width]`
+    pub db: Vec<f64>,
+}
+
+impl Norm {
+    /// Computes the gradients of x, weight and bias for the upstream gradient dout `[rows, width]`. `residual` is added to
+    /// dx.
+    ///
+    /// # Errors
+    /// Fails if an operand does not have the shape that x's `[rows, width]` needs.
+    pub fn gradients(
+        &self,
+        x: &[f32],
+        weight: &[f32],
+        dout: &[f32],
+        residual: Option<&[f32]>,
+    ) -> Result<NormGradients, Error> {
+        NormOperands { weight, bias: None, residual }.check(x.len())?;
+        if dout.len() != x.len() {
+            return Err(Error::Length { what: "dout", need: x.len(), have: dout.len() });
+        }
+        let width = weight.len();
+        let mut out = NormGradients { dx: Vec::new(), dw: vec![0.0; width], db: vec![0.0; width] };
+        for (x, dout) in x.chunks(width).zip(dout.chunks(width)) {
+            let count = width as f64;
+            let wide = |values: &[f32]| values.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
+            let (mut n, dout) = (wide(x), wide(dout));
+            let is_layer = self.rule == NormRule::Layer;
+            let mean = if is_layer { n.iter().sum::<f64>() / count } else { 0.0 };
+            n.iter_mut().for_each(|n| *n -= mean);
+            let factor = (n.iter().map(|n| n * n).sum::<f64>() / count + self.eps).sqrt().recip();
+            n.iter_mut().for_each(|n| *n *= factor);
+            let weight = weight.iter().map(|w| f64::from(*w));
+            let plus = if self.rule == NormRule::RmsPlusOne { 1.0 } else { 0.0 };
+            let g: Vec<f64> = weight.zip(&dout).map(|(w, dout)| (w + plus) * dout).collect();
+            let along = g.iter().zip(&n).map(|(g, n)| g * n).sum::<f64>() / count;
+            let total = if is_layer { g.iter().sum::<f64>() / count } else { 0.0 };
+            out.dx.extend(g.iter().zip(&n).map(|(g, n)| factor * (g - n * along - total)));
+            for i in 0..width {
+                out.dw[i] += dout[i] * n[i];
+                out.db[i] += dout[i];
+            }
+        }
+        let added = residual.into_iter().flatten();
+        out.dx.iter_mut().zip(added).for_each(|(dx, r)| *dx += f64::from(*r));
+        Ok(out)
+    }
+
+    /// Computes the gradients of a naive kernel: in f32 with sequential sums; dx is rounded to `dtype` once.
+    ///
+    /// # Errors
+    /// As [`Norm::gradients`].
+    pub fn naive_gradients(
+        &self,
+        x: &[f32],
+        weight: &[f32],
+        dout: &[f32],
+        residual: Option<&[f32]>,
+        dtype: DType,
+    ) -> Result<NormGradients, Error> {
+        NormOperands { weight, bias: None, residual }.check(x.len())?;
+        let width = weight.len();
+        let mut out = NormGradients { dx: Vec::new(), dw: vec![0.0; width], db: vec![0.0; width] };
+        for (x, dout) in x.chunks(width).zip(dout.chunks(width)) {
+            let count = width as f32;
+            let is_layer = self.rule == NormRule::Layer;
+            let mean = if is_layer { x.iter().sum::<f32>() / count } else { 0.0 };
+            let square = x.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>() / count;
+            let factor = (square + self.eps as f32).sqrt().recip();
+            let n: Vec<f32> = x.iter().map(|x| (x - mean) * factor).collect();
+            let plus = if self.rule == NormRule::RmsPlusOne { 1.0 } else { 0.0 };
+            let g: Vec<f32> = weight.iter().zip(dout).map(|(w, dout)| (w + plus) * dout).collect();
+            let along = g.iter().zip(&n).map(|(g, n)| g * n).sum::<f32>() / count;
+            let total = if is_layer { g.iter().sum::<f32>() / count } else { 0.0 };
+            out.dx
+                .extend(g.iter().zip(&n).map(|(g, n)| f64::from((g - n * along - total) * factor)));
+            for i in 0..width {
+                out.dw[i] = f64::from(out.dw[i] as f32 + dout[i] * n[i]);
+                out.db[i] = f64::from(out.db[i] as f32 + dout[i]);
+            }
+        }
+        let added = residual.into_iter().flatten();
+        out.dx.iter_mut().zip(added).for_each(|(dx, r)| *dx += f64::from(*r));
+        out.dx.iter_mut().for_each(|dx| *dx = dtype.round(*dx));
+        Ok(out)
+    }
+}
+
 impl NormOperands<'_> {
     fn check(&self, len: usize) -> Result<(), Error> {
         let width = self.weight.len();
@@ -172,6 +267,47 @@ mod tests {
         let unit = 1.0 / 1.5f64.sqrt();
         let want = [0.25 - unit, 0.25 + 2.0 * unit, 0.25, 0.25, 1.25, 2.25, 3.25, 4.25];
         close(&run(NormRule::Layer, &x, all), &want);
+    }
+
+    /// The gradients are those of finite differences.
+    #[test]
+    fn gradients_are_slopes() {
+        let (rows, width) = (3, 5);
+        let fill = |seed, len| crate::fill(seed, len, crate::Distribution::Normal);
+        let (x, w, dout) = (fill(1, rows * width), fill(2, width), fill(3, rows * width));
+        for rule in [NormRule::Rms, NormRule::RmsPlusOne, NormRule::Layer] {
+            let norm = Norm { rule, eps: 0.1 };
+            let loss = |x: &[f32], w: &[f32]| -> f64 {
+                let of = NormOperands { weight: w, bias: None, residual: None };
+                let out = norm.run(x, of).expect("lengths agree");
+                out.iter().zip(&dout).map(|(out, dout)| out * f64::from(*dout)).sum()
+            };
+            let got = norm.gradients(&x, &w, &dout, None).expect("lengths agree");
+            let slope = |values: &[f32], i: usize, of: &dyn Fn(&[f32]) -> f64| {
+                let h = 1.0 / 1024.0;
+                let at = |by: f32| {
+                    let mut values = values.to_vec();
+                    values[i] += by;
+                    (of(&values), f64::from(values[i]))
+                };
+                let ((low, from), (high, to)) = (at(-h), at(h));
+                (high - low) / (to - from)
+            };
+            for i in 0..x.len() {
+                let want = slope(&x, i, &|x| loss(x, &w));
+                assert!((got.dx[i] - want).abs() < 1e-4, "{rule:?} dx {i}: {} {want}", got.dx[i]);
+            }
+            for i in 0..w.len() {
+                let want = slope(&w, i, &|w| loss(&x, w));
+                assert!((got.dw[i] - want).abs() < 1e-4, "{rule:?} dw {i}");
+                let sum: f64 = dout.iter().skip(i).step_by(width).map(|d| f64::from(*d)).sum();
+                assert!((got.db[i] - sum).abs() < 1e-9);
+            }
+            let near = norm.naive_gradients(&x, &w, &dout, Some(&x), DType::F32);
+            let added = norm.gradients(&x, &w, &dout, Some(&x)).expect("lengths agree");
+            let near = near.expect("lengths agree");
+            assert!(near.dx.iter().zip(&added.dx).all(|(a, b)| (a - b).abs() < 1e-5));
+        }
     }
 
     #[test]

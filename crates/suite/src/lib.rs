@@ -18,6 +18,7 @@ mod verify;
 
 pub mod attention;
 pub mod attention_backward;
+pub mod column_sums;
 pub mod cross_entropy;
 pub mod decode;
 pub mod decoder;
@@ -26,6 +27,7 @@ pub mod int8;
 pub mod matmul;
 pub mod nf4;
 pub mod norm;
+pub mod norm_backward;
 pub mod optimizer;
 pub mod q8_0;
 pub mod rope;
@@ -55,6 +57,8 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::q8_0::Q8_0Matmul,
     &kernels::q8_0::Q8_0Quantize,
     &kernels::norm::Norm,
+    &kernels::norm::backward::NormBackward,
+    &kernels::column_sums::ColumnSums,
     &kernels::embed::Embed,
     &kernels::sample::Sample,
     &kernels::cross_entropy::CrossEntropy,

@@ -51,7 +51,7 @@ pub(crate) fn filters() -> Vec<(&'static str, Value)> {
         (
             "int",
             Value::from_function(|state: &State, value: &Value, args: Rest<Value>| {
-                number(value, &args, Value::from(0), |(default, base, more)| {
+                number(value, &args, Value::from(0), |value, (default, base, more)| {
                     filters::int(state, value, default, base, more)
                 })
             }),
@@ -59,7 +59,7 @@ pub(crate) fn filters() -> Vec<(&'static str, Value)> {
         (
             "float",
             Value::from_function(|state: &State, value: &Value, args: Rest<Value>| {
-                number(value, &args, Value::from(0.0), |(default, _, more)| {
+                number(value, &args, Value::from(0.0), |value, (default, _, more)| {
                     filters::float(state, value, default, more)
                 })
             }),
@@ -67,11 +67,15 @@ pub(crate) fn filters() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Returns a value for a loop; an error for none.
+/// Returns a value for a loop; an error for none. A string becomes the list of its characters, so that the loop knows its
+/// length.
 pub(crate) fn loopable(value: &Value) -> Result<Value, Error> {
-    match value.is_none() {
-        true => Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable")),
-        false => Ok(value.clone()),
+    match value.as_str() {
+        _ if value.is_none() => {
+            Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable"))
+        }
+        Some(text) => Ok(text.chars().map(|c| Value::from(c.to_string())).collect()),
+        None => Ok(value.clone()),
     }
 }
 
@@ -107,15 +111,17 @@ fn number(
     value: &Value,
     args: &[Value],
     usual: Value,
-    filter: impl FnOnce((Option<Value>, Option<u32>, Kwargs)) -> Result<Value, Error>,
+    filter: impl FnOnce(&Value, (Option<Value>, Option<u32>, Kwargs)) -> Result<Value, Error>,
 ) -> Result<Value, Error> {
     if value.is_undefined() {
         return Err(Error::from(ErrorKind::UndefinedError));
     }
+    // Python ignores white space around a number.
+    let value = value.as_str().map_or(value.clone(), |text| Value::from(text.trim()));
     let args: (Option<Value>, Option<u32>, Kwargs) = from_args(args)?;
     let named: Option<Value> = args.2.get("default")?;
     let default = args.0.clone().or(named).unwrap_or(usual);
-    Ok(filter(args).unwrap_or(default))
+    Ok(filter(&value, args).unwrap_or(default))
 }
 
 /// Formats like `json.dumps` without `ensure_ascii`, as transformers' `tojson` does.

@@ -369,6 +369,11 @@ fn contradictions_are_refused() {
             "`use_bidirectional_attention` is true, which is not supported; expected false",
         ),
         (
+            "llama",
+            json!({ "is_causal": false }),
+            "`is_causal` is false, which is not supported; expected true",
+        ),
+        (
             "gpt2",
             json!({ "add_cross_attention": true }),
             "`add_cross_attention` is true, which is not supported; expected false",

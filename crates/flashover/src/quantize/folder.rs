@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use checkpoint::{Checkpoint, Staged};
+use checkpoint::{Checkpoint, Staged, is_staging};
 use serde_json::{Value, json};
 
 use quant::WeightFormat;
@@ -22,7 +22,11 @@ impl Target {
         let output = match fs::metadata(output) {
             Ok(meta) if !meta.is_dir() => return refused("is a file"),
             Ok(_) => {
-                let first = fs::read_dir(output).map(|mut entries| entries.next());
+                // Completes a quantisation that a kill interrupted in the end, and ignores one that it interrupted before.
+                checkpoint::recover(output)?;
+                let first = fs::read_dir(output).map(|mut entries| {
+                    entries.find(|entry| !entry.as_ref().is_ok_and(|own| is_staging(&own.path())))
+                });
                 match first {
                     Ok(None) => output.canonicalize().map_err(write_error(output))?,
                     Ok(Some(_)) => return refused("is not empty"),

@@ -121,6 +121,11 @@ const LINES: [&str; 4] = ["jsonl", "jsonlines", "jl", "ndjson"];
 /// Extensions of files whose examples are not read, and that make no sense as a text.
 const REFUSED: [&str; 6] = ["json", "csv", "tsv", "parquet", "arrow", "xlsx"];
 
+/// Returns true for white space, and for the mark at the start of some files.
+fn is_blank(c: char) -> bool {
+    c.is_whitespace() || c == '\u{feff}'
+}
+
 impl Dataset {
     /// Reads a file. A `.jsonl` (or `.ndjson`, `.jsonlines`, `.jl`) has one example per line: the loss covers only
     /// the completion or the last message. A file with any other ending is plain text, split into chunks of `context`
@@ -153,8 +158,11 @@ impl Dataset {
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0, diverged: 0 };
         let encoder = Encoder::new(folder)?;
-        let mut lines =
-            text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).peekable();
+        let mut lines = text
+            .lines()
+            .enumerate()
+            .filter(|(_, line)| !line.trim_matches(is_blank).is_empty())
+            .peekable();
         if is(&LINES) {
             for (index, line) in lines {
                 let bad = |why: String| DatasetError::Line {
@@ -258,7 +266,7 @@ impl Line {
                 let asked = folder.render(&Prompt { now, ..Prompt::of(asked) })?;
                 let whole = Prompt { add_generation_prompt: false, now, ..Prompt::of(&messages) };
                 let whole = folder.render(&whole)?;
-                let answers = answer.role == "assistant" || whole.starts_with(&asked);
+                let answers = answer.role == "assistant";
                 let (asked, whole) = (folder.encode_more(&asked)?, folder.encode_more(&whole)?);
                 let (example, diverged) = after(&asked, whole);
                 if !answers || (diverged && example.from == example.tokens.len()) {

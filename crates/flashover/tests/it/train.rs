@@ -167,6 +167,10 @@ fn examples_come_from_files() {
     }
     let message =
         |role: &str| format!("{{\"messages\": [{{\"role\": \"{role}\", \"content\": \"Hi\"}}]}}");
+    for role in ["user", "system", "model"] {
+        let why = open("chat.jsonl", &message(role), 64).expect_err(role).to_string();
+        assert!(why.contains("expected the last message from the assistant"), "{why}");
+    }
     let answer = open("chat.jsonl", &message("assistant"), 64).expect("the demo has a template");
     assert_eq!(answer.examples.len(), 1);
     let gone = Dataset::open(target.path().join("gone"), &folder, 64).expect_err("gone");
