@@ -149,7 +149,9 @@ mod tests {
         for (key, precision, config) in shipped {
             let config = serde_json::to_value(config).expect("plain data");
             let runs = |job: &Job| {
-                job.params["dtype"] == precision.name() && job.config.as_ref() == Ok(&config)
+                job.op == "matmul"
+                    && job.params["dtype"] == precision.name()
+                    && job.config.as_ref() == Ok(&config)
             };
             assert!(jobs.iter().any(runs), "{key}: {config}");
         }
@@ -167,7 +169,7 @@ mod tests {
         arch.dtypes.remove(&DType::Bf16);
         let jobs = all(&arch, &TuneCache::default());
         let why = |dtype: &str| {
-            let of = jobs.iter().filter(|job| job.params["dtype"] == dtype && job.op == "matmul");
+            let of = jobs.iter().filter(|job| job.op == "matmul" && job.params["dtype"] == dtype);
             of.filter_map(|job| job.config.clone().err()).next().unwrap_or_default()
         };
         assert_eq!(why("bf16"), "needs bf16 buffers, which the device lacks");
