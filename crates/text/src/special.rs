@@ -28,7 +28,7 @@ pub(crate) struct FolderTokens {
     pub(crate) extra: Vec<AddedToken>,
     /// Prefix of texts in place of that in `tokenizer.json`.
     pub(crate) prepend: Option<PrependScheme>,
-    /// Whether a byte-level tokenizer begins texts with a space, in place of that in `tokenizer.json`.
+    /// True if a byte-level tokenizer begins texts with a space; none leaves it to `tokenizer.json`.
     pub(crate) prefix_space: Option<bool>,
     /// Special tokens in a text are encoded like other text.
     pub(crate) split_special: bool,

@@ -168,7 +168,7 @@ pub struct AdamWOperands {
     pub m: Handle,
     /// Second moments `[len]`.
     pub v: Handle,
-    /// Of moments in 8 bits.
+    /// Buffers of moments in 8 bits.
     pub blocks: Option<BlockBuffers>,
     /// f32 `[CONTROL]`, read only.
     pub control: Handle,
@@ -348,7 +348,7 @@ struct Numbers {
     seed: u32,
 }
 
-/// What one step reads of the control.
+/// Numbers that one step reads of the control.
 #[derive(CubeType, Clone, Copy)]
 struct Correction {
     factor: f32,
