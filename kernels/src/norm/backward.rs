@@ -102,6 +102,11 @@ impl NormBackwardConfig {
     const fn partials(self, p: &NormBackwardProblem) -> u32 {
         self.launched(p) * (self.units / self.lanes)
     }
+
+    /// Elements from the partial sums of dw to those of db: devices bind buffers at multiples of 512 bytes.
+    const fn bias_from(self, p: &NormBackwardProblem) -> usize {
+        (self.partials(p) as usize * p.width as usize).next_multiple_of(128)
+    }
 }
 
 /// Device buffers; residual, db exist only if the problem has them.
@@ -213,7 +218,7 @@ impl Kernel for NormBackward {
     }
 
     fn scratch_bytes(p: &NormBackwardProblem, c: &NormBackwardConfig) -> u64 {
-        4 * u64::from(p.parts() * c.partials(p)) * u64::from(p.width)
+        4 * u64::from(p.parts()) * c.bias_from(p) as u64
     }
 
     fn launch(
@@ -229,7 +234,7 @@ impl Kernel for NormBackward {
         let vector = p.vector(arch) as usize;
         let (matrix, row) = (p.elements() / vector, p.width as usize / vector);
         let strips = c.partials(p);
-        let all = (p.parts() * strips) as usize * row;
+        let all = p.parts() as usize * c.bias_from(p) / vector;
         // Absent operands are bound to another buffer, which the kernel does not read.
         let residual = operands.residual.as_ref().unwrap_or(&operands.x);
         // SAFETY: the lengths follow from the problem, and the kernel accesses whole rows below `rows`.
@@ -249,6 +254,7 @@ impl Kernel for NormBackward {
                 BufferArg::from_raw_parts(partials.clone(), all),
                 p.rows,
                 row as u32,
+                (c.bias_from(p) / vector) as u32,
                 p.eps,
                 plan,
                 elem(p.dtype),
@@ -263,7 +269,7 @@ impl Kernel for NormBackward {
         };
         add_partials(queue, &rest, partials, &operands.dw);
         if let Some(db) = &operands.db {
-            let half = 4 * u64::from(strips) * u64::from(p.width);
+            let half = 4 * c.bias_from(p) as u64;
             add_partials(queue, &rest, &partials.clone().offset_start(half), db);
         }
     }
@@ -306,9 +312,10 @@ fn backward<F: Float, N: Size>(
     dout: &[Vector<F, N>],           // [rows, vectors]
     residual: &[Vector<F, N>],       // [rows, vectors]
     dx: &mut [Vector<F, N>],         // [rows, vectors]
-    partials: &mut [Vector<f32, N>], // [dw or db, cubes, groups, vectors]
+    partials: &mut [Vector<f32, N>], // [dw or db, cubes, groups, vectors], db from bias_from
     rows: u32,
     vectors: u32,
+    bias_from: u32,
     eps: f32,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
@@ -318,7 +325,7 @@ fn backward<F: Float, N: Size>(
     let (group, lane) = (UNIT_POS / lanes, UNIT_POS % lanes);
     let strip = CUBE_POS_X * groups + group;
     let own = strip as usize * vectors as usize;
-    let of_bias = (CUBE_COUNT_X * groups) as usize * vectors as usize + own;
+    let of_bias = bias_from as usize + own;
     let width = N::value();
     let count = f32::cast_from(vectors * comptime!(width as u32));
     // One element if nothing is held.
