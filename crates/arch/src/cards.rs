@@ -2,6 +2,7 @@
 //!
 //! Sources: NVIDIA's architecture papers (A100, GA102, Ada, Hopper, RTX Blackwell) and data sheets for processors, memory
 //! and L2 cache; the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", for shared memory.
+//! Only the totals of memory that `LEFT` cites were compared with reports; the other facts need a second look.
 
 use crate::profile::{ArchId, ArchProfile, UnknownProfile};
 

@@ -35,6 +35,7 @@ pub use quantize::{
     Codebook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
     quantize,
 };
+pub(crate) use quantize::{dynamic_map, nearest_code};
 pub use weight::{
     NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder, reorder_absmax,
     reorder_codes, split,

@@ -7,11 +7,12 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::codes::{BLOCK, nearest_code, signed_map, unsigned_map};
+use super::codes::{BLOCK, signed_map, unsigned_map};
 use super::control::{CONTROL, Control};
 use crate::elem::elem;
 use crate::fits::stores;
 use crate::launch::{index_width, launch};
+use crate::nf4::nearest_code;
 use crate::round::{by_hand, rounded};
 use crate::rows::{Fold, RowPlan, row_fold};
 

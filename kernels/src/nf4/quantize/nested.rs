@@ -6,12 +6,17 @@ use cubecl::server::Handle;
 
 use crate::nf4::{NESTED_BLOCK, NestedBuffers, Weight};
 
-/// Returns the codebook of nested absmax: bitsandbytes' signed dynamic map of 8 bits (`create_dynamic_map`).
-/// Each decade from 1e-6 to 1 has twice as many steps as the one below.
+/// Returns the codebook of nested absmax: bitsandbytes' signed dynamic map.
 pub fn nested_values() -> [f32; 256] {
+    dynamic_map(true)
+}
+
+/// Returns bitsandbytes' dynamic map of 8 bits (`create_dynamic_map`), ascending. Each decade from 1e-6 to 1 has twice as
+/// many steps as the one below. The unsigned map has twice the steps of the signed one.
+pub(crate) fn dynamic_map(signed: bool) -> [f32; 256] {
     let mut values = vec![0.0f32, 1.0];
     for decade in 0..7i32 {
-        let parts = 1 << decade;
+        let parts = (if signed { 1 } else { 2 }) << decade;
         // torch.linspace(0.1, 1, parts + 1), which counts from the nearer end and uses FMA.
         let step = 0.9f32 / parts as f32;
         let edge = |i: i32| match i < (parts + 1) / 2 {
@@ -21,11 +26,14 @@ pub fn nested_values() -> [f32; 256] {
         let scale = 10f64.powi(decade - 6) as f32;
         for i in 0..parts {
             let value = scale * ((edge(i) + edge(i + 1)) / 2.0);
-            values.extend([value, -value]);
+            values.push(value);
+            if signed {
+                values.push(-value);
+            }
         }
     }
     values.sort_by(f32::total_cmp);
-    values.try_into().expect("2 and twice 127")
+    values.try_into().expect("0, 1 and 254 means")
 }
 
 /// Quantises the absmax of a weight, minus `offset`, to bytes and scales.
@@ -108,7 +116,7 @@ fn nest_absmax(
             for e in 0..4u32 {
                 let at = (word * 4 + e) as usize;
                 if at < absmax.len() && group_absmax > 0.0 {
-                    let code = encode_nested((absmax[at] - offset) * inverse, codebook);
+                    let code = nearest_code((absmax[at] - offset) * inverse, codebook, 0u32);
                     made |= code << comptime!(8 * e);
                 }
             }
@@ -121,24 +129,24 @@ fn nest_absmax(
     }
 }
 
-/// Returns the nearest entry of an ascending codebook of 256 values, by bisection as in bitsandbytes
-/// (`dQuantize`). Half-way between two entries it returns the one tested last.
+/// Returns the index of the nearest value in an ascending map of 256 values that starts at `first`, by bisection as in
+/// bitsandbytes (`dQuantize`, `quantize_2D`). Half-way between two values it returns the one tested last.
 #[cube]
-fn encode_nested(x: f32, codebook: &[f32]) -> u32 {
+pub(crate) fn nearest_code(x: f32, map: &[f32], #[comptime] first: u32) -> u32 {
     let mut pivot = 127u32.runtime();
     let mut lower = 0u32.runtime();
     let mut upper = 255u32.runtime();
     #[unroll]
     for i in 0..7u32 {
         let step = comptime!(64u32 >> i);
-        let above = x > codebook[pivot as usize];
+        let above = x > map[(first + pivot) as usize];
         lower = select(above, pivot, lower);
         upper = select(above, upper, pivot);
         pivot = select(above, pivot + step, pivot - step);
     }
-    let here = codebook[pivot as usize];
-    let next = (codebook[upper as usize] + here) * 0.5f32;
-    let last = (codebook[lower as usize] + here) * 0.5f32;
+    let here = map[(first + pivot) as usize];
+    let next = (map[(first + upper) as usize] + here) * 0.5f32;
+    let last = (map[(first + lower) as usize] + here) * 0.5f32;
     let above = select(x > next, upper, pivot);
     let below = select(x < last, lower, pivot);
     select(x > here, above, below)
