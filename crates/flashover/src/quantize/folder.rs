@@ -183,6 +183,31 @@ mod tests {
         assert_eq!(value["q"], 1);
     }
 
+    /// A kill before the commit leaves `.flashover-new`, one after it leaves `.flashover-done`.
+    #[test]
+    fn what_a_kill_leaves_in_an_empty_folder_is_no_content() {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let (model, output) = (parent.path().join("model"), parent.path().join("out"));
+        let new = output.join(".flashover-new");
+        for folder in [&model, &new] {
+            fs::create_dir_all(folder).expect("writable");
+        }
+        fs::write(new.join("model.safetensors"), "half").expect("writable");
+        let staged = Target::new(&model, &output).and_then(Target::begin).expect("still empty");
+        assert!(fs::read_dir(staged.path()).expect("a folder").next().is_none());
+        fs::write(staged.path().join("config.json"), "{}").expect("writable");
+        drop(staged);
+        assert!(fs::read_dir(&output).expect("a folder").next().is_none());
+
+        let done = output.join(".flashover-done");
+        fs::create_dir(&done).expect("writable");
+        fs::write(done.join("config.json"), "{}").expect("writable");
+        let refused = Target::new(&model, &output).err().expect("it is complete").to_string();
+        assert!(refused.contains("is not empty"), "{refused}");
+        assert_eq!(fs::read_to_string(output.join("config.json")).expect("moved"), "{}");
+        assert!(!done.exists());
+    }
+
     #[test]
     fn weights_are_known_by_their_names() {
         for name in [
