@@ -53,8 +53,8 @@ pub enum Error {
     NoTemplate { name: String, known: Vec<String> },
     /// The template fails on these messages.
     #[error(
-        "chat template `{}` fails on these messages: {}\nhint: use other messages, or a plain \
-         prompt",
+        "chat template `{}` fails on these messages: {}\nhint: use other messages or a plain prompt; \
+         if a feature is not supported, use a template without it",
         quoted(.name), quoted(.why)
     )]
     Render { name: String, why: String },

@@ -327,7 +327,7 @@ fn settled(state: &mut State, value: Value) -> Result<Value, Error> {
     Ok(Value::from(items?))
 }
 
-/// Writes a value like minijinja's default formatter.
+/// Writes a value like minijinja's default formatter, and floats like Python.
 fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let escapes = matches!(state.auto_escape(), AutoEscape::Html) && !value.is_safe();
     let steps = Steps::from_state(state);
@@ -335,9 +335,11 @@ fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error
         steps.visit(value)?;
     }
     let mut written = Written { out, steps, refused: Ok(()) };
-    let result = match escapes {
-        true => write!(written, "{}", HtmlEscape(&value.to_string())),
-        false => write!(written, "{value}"),
+    let float = value.kind() == ValueKind::Number && !value.is_integer();
+    let result = match f64::try_from(value.clone()) {
+        Ok(value) if float => written.write_str(&python::float(value)),
+        _ if escapes => write!(written, "{}", HtmlEscape(&value.to_string())),
+        _ => write!(written, "{value}"),
     };
     written.refused?;
     result.map_err(Error::from)

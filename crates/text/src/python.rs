@@ -5,7 +5,7 @@ use std::io;
 use minijinja::value::{Kwargs, Rest, StringInput, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, filters};
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use serde_json::ser::{Formatter, Serializer};
 use time::OffsetDateTime;
 use time::format_description::parse_strftime_borrowed;
 
@@ -32,8 +32,13 @@ pub(crate) fn filters() -> Vec<(&'static str, Value)> {
         ("last", Value::from_function(|value: &Value| filters::last(listed(value)))),
         (
             "reverse",
-            Value::from_function(|value: &Value| filters::reverse(&loopable(&listed(value))?)),
+            Value::from_function(|value: &Value| match value.as_str() {
+                Some(text) => Ok(Value::from(text.chars().rev().collect::<String>())),
+                None => filters::reverse(&loopable(&listed(value))?),
+            }),
         ),
+        ("escape", Value::from_function(escape)),
+        ("e", Value::from_function(escape)),
         (
             "list",
             Value::from_function(|state: &State, value: &Value| {
@@ -52,7 +57,14 @@ pub(crate) fn filters() -> Vec<(&'static str, Value)> {
             "int",
             Value::from_function(|state: &State, value: &Value, args: Rest<Value>| {
                 number(value, &args, Value::from(0), |value, (default, base, more)| {
-                    filters::int(state, value, default, base, more)
+                    // Infinity and NaN are no integers.
+                    let float = value.as_str().and_then(|text| text.parse::<f64>().ok());
+                    match float.or_else(|| f64::try_from(value.clone()).ok()) {
+                        Some(float) if !float.is_finite() => {
+                            Err(Error::from(ErrorKind::InvalidOperation))
+                        }
+                        _ => filters::int(state, value, default, base, more),
+                    }
                 })
             }),
         ),
@@ -116,12 +128,64 @@ fn number(
     if value.is_undefined() {
         return Err(Error::from(ErrorKind::UndefinedError));
     }
-    // Python ignores white space around a number.
-    let value = value.as_str().map_or(value.clone(), |text| Value::from(text.trim()));
+    // Python ignores white space around a number, and underscores between its digits.
+    let value = value.as_str().map_or(value.clone(), |text| Value::from(joined(text.trim())));
     let args: (Option<Value>, Option<u32>, Kwargs) = from_args(args)?;
     let named: Option<Value> = args.2.get("default")?;
     let default = args.0.clone().or(named).unwrap_or(usual);
     Ok(filter(&value, args).unwrap_or(default))
+}
+
+/// Removes the underscores between digits.
+fn joined(number: &str) -> String {
+    let bytes = number.as_bytes();
+    let digit = |at: Option<usize>| at.and_then(|at| bytes.get(at)).is_some_and(u8::is_ascii_digit);
+    let keeps =
+        |(at, c): &(usize, char)| *c != '_' || !digit(at.checked_sub(1)) || !digit(Some(at + 1));
+    number.char_indices().filter(keeps).map(|(_, c)| c).collect()
+}
+
+/// Escapes a text for HTML, like MarkupSafe.
+fn escape(value: &Value) -> Value {
+    if value.is_safe() {
+        return value.clone();
+    }
+    let mut text = String::new();
+    for c in value.to_string().chars() {
+        match c {
+            '&' => text.push_str("&amp;"),
+            '<' => text.push_str("&lt;"),
+            '>' => text.push_str("&gt;"),
+            '"' => text.push_str("&#34;"),
+            '\'' => text.push_str("&#39;"),
+            other => text.push(other),
+        }
+    }
+    Value::from_safe_string(text)
+}
+
+/// Returns a float as Python's `repr` writes it: the fewest digits that give it back, with an exponent below 1e-4 and from
+/// 1e16 on.
+pub(crate) fn float(value: f64) -> String {
+    if !value.is_finite() {
+        return if value.is_nan() {
+            "nan"
+        } else if value > 0.0 {
+            "inf"
+        } else {
+            "-inf"
+        }
+        .to_owned();
+    }
+    let short = format!("{value:e}");
+    let (digits, exponent) = short.split_once('e').expect("the format has an exponent");
+    match exponent.parse::<i32>().expect("it is a number") {
+        exponent if value != 0.0 && !(-4..16).contains(&exponent) => {
+            let sign = if exponent < 0 { '-' } else { '+' };
+            format!("{digits}e{sign}{:02}", exponent.abs())
+        }
+        _ => format!("{value:?}"),
+    }
 }
 
 /// Formats like `json.dumps` without `ensure_ascii`, as transformers' `tojson` does.
@@ -136,10 +200,11 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     if sorted {
         value.sort_all_objects();
     }
-    match indent {
-        Some(indent) => dumped(&value, PrettyFormatter::with_indent(" ".repeat(indent).as_bytes())),
-        None => dumped(&value, OneLine),
-    }
+    let mut bytes = Vec::new();
+    let formatter = Dumps { indent, depth: 0, filled: false };
+    let mut serializer = Serializer::with_formatter(&mut bytes, formatter);
+    value.serialize(&mut serializer).map_err(|why| refused(&why.to_string()))?;
+    String::from_utf8(bytes).map_err(|why| refused(&why.to_string()))
 }
 
 /// Converts a value to JSON; an undefined value is an error.
@@ -165,23 +230,76 @@ fn json(value: &Value) -> Result<serde_json::Value, Error> {
     }
 }
 
-fn dumped(value: &serde_json::Value, formatter: impl Formatter) -> Result<String, Error> {
-    let mut bytes = Vec::new();
-    let mut serializer = Serializer::with_formatter(&mut bytes, formatter);
-    value.serialize(&mut serializer).map_err(|why| refused(&why.to_string()))?;
-    String::from_utf8(bytes).map_err(|why| refused(&why.to_string()))
+/// Formatter with Python's separators and floats: a space after each colon, and after each comma if lines are not indented.
+struct Dumps {
+    indent: Option<usize>,
+    depth: usize,
+    /// True if the innermost array or object has a value.
+    filled: bool,
 }
 
-/// Formatter with Python's separators: a space after each comma and colon.
-struct OneLine;
+impl Dumps {
+    fn line<W: io::Write + ?Sized>(&self, writer: &mut W) -> io::Result<()> {
+        match self.indent {
+            Some(indent) => write!(writer, "\n{}", " ".repeat(indent * self.depth)),
+            None => Ok(()),
+        }
+    }
 
-impl Formatter for OneLine {
+    fn open<W: io::Write + ?Sized>(&mut self, writer: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth += 1;
+        self.filled = false;
+        writer.write_all(bracket)
+    }
+
+    fn close<W: io::Write + ?Sized>(&mut self, writer: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth -= 1;
+        if self.filled {
+            self.line(writer)?;
+        }
+        self.filled = true;
+        writer.write_all(bracket)
+    }
+
+    fn next<W: io::Write + ?Sized>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        let comma: &[u8] = if self.indent.is_some() { b"," } else { b", " };
+        writer.write_all(if first { b"" } else { comma })?;
+        self.line(writer)
+    }
+}
+
+impl Formatter for Dumps {
+    fn write_f64<W: io::Write + ?Sized>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        writer.write_all(float(value).as_bytes())
+    }
+
+    fn begin_array<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.open(writer, b"[")
+    }
+
+    fn end_array<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.close(writer, b"]")
+    }
+
     fn begin_array_value<W: io::Write + ?Sized>(
         &mut self,
         writer: &mut W,
         first: bool,
     ) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
+        self.next(writer, first)
+    }
+
+    fn end_array_value<W: io::Write + ?Sized>(&mut self, _writer: &mut W) -> io::Result<()> {
+        self.filled = true;
+        Ok(())
+    }
+
+    fn begin_object<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.open(writer, b"{")
+    }
+
+    fn end_object<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.close(writer, b"}")
     }
 
     fn begin_object_key<W: io::Write + ?Sized>(
@@ -189,11 +307,16 @@ impl Formatter for OneLine {
         writer: &mut W,
         first: bool,
     ) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
+        self.next(writer, first)
     }
 
     fn begin_object_value<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
         writer.write_all(b": ")
+    }
+
+    fn end_object_value<W: io::Write + ?Sized>(&mut self, _writer: &mut W) -> io::Result<()> {
+        self.filled = true;
+        Ok(())
     }
 }
 
@@ -214,6 +337,28 @@ mod tests {
     use time::{Date, Month, Time};
 
     use super::*;
+
+    #[test]
+    fn floats_are_written_as_python_writes_them() {
+        for (value, text) in [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (1.0, "1.0"),
+            (0.1, "0.1"),
+            (1e-4, "0.0001"),
+            (1e-5, "1e-05"),
+            (-1.25e-7, "-1.25e-07"),
+            (123_456_789.25, "123456789.25"),
+            (1e15, "1000000000000000.0"),
+            (1e16, "1e+16"),
+            (1.5e300, "1.5e+300"),
+            (f64::INFINITY, "inf"),
+            (f64::NEG_INFINITY, "-inf"),
+            (f64::NAN, "nan"),
+        ] {
+            assert_eq!(float(value), text);
+        }
+    }
 
     #[test]
     fn times_are_written_as_c_writes_them() {

@@ -168,7 +168,7 @@ fn marks_that_are_lost_are_told() {
         assert_eq!(
             why.to_string(),
             "chat template `default` fails on these messages: a filter or a loop changes the text of a generation block\n\
-             hint: use other messages, or a plain prompt"
+             hint: use other messages or a plain prompt; if a feature is not supported, use a template without it"
         );
     }
     let why = marked("{% generation %}{{ raise_exception('no') }}{% endgeneration %}", "");

@@ -117,7 +117,7 @@ fn what_is_refused_is_told_apart() {
         let error = render(source);
         assert!(error.starts_with(start) && error.contains(why), "{source}: {error}");
         assert!(
-            error.ends_with("\nhint: use other messages, or a plain prompt"),
+            error.ends_with("\nhint: use other messages or a plain prompt; if a feature is not supported, use a template without it"),
             "{source}: {error}"
         );
     }
