@@ -115,6 +115,8 @@ pub struct Adapter {
     factors: Vec<Factor>,
     /// A and B of each factor, in f32.
     values: Vec<f32>,
+    /// Dropout that its file asks for in training.
+    dropout: f64,
 }
 
 /// PEFT has no limit, and a rank above those of the matrices can be useful if they are small.
@@ -143,7 +145,12 @@ impl Adapter {
             values.extend((0..a).map(|_| draw() as f32));
             values.resize(values.len() + b, 0.0);
         }
-        Ok(Self { options, factors, values })
+        Ok(Self { options, factors, values, dropout: 0.0 })
+    }
+
+    /// Returns the `lora_dropout` of the adapter's file, which training here ignores; 0 for a new adapter.
+    pub const fn dropout(&self) -> f64 {
+        self.dropout
     }
 
     /// Returns rank, alpha and modules.
@@ -215,6 +222,7 @@ impl Adapter {
         let value = json(CONFIG, &text)?;
         let fields = Fields::new(CONFIG, &value)?;
         let (options, targets) = (options(&fields)?, Targets::read(&fields)?);
+        let dropout = fields.value("lora_dropout").and_then(Value::as_f64).unwrap_or(0.0);
         let files = Checkpoint::open(folder.join(WEIGHTS))?;
         let all = config.factors(&LoraOptions { targets: Vec::new(), ..options.clone() })?;
         let mut left: BTreeSet<&str> = files.names().collect();
@@ -265,7 +273,7 @@ impl Adapter {
             true => {
                 Err(Error::AdapterTensors { missing: vec![PREFIX.into()], unused: vec![], wrong })
             }
-            false => Ok(Self { options, factors, values }),
+            false => Ok(Self { options, factors, values, dropout }),
         }
     }
 

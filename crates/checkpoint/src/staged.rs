@@ -8,8 +8,7 @@
 //! After a kill, the next writer removes an uncommitted staging folder, and the next reader or writer moves what is left
 //! in a committed one ([`recover`]). Until then other programs find a folder without its `.json` files, if those differ:
 //! they are removed first and moved last, the config at the very end, so that it never stands next to files of another
-//! save. The target
-//! stays the same folder, and its other files are not touched. A writer holds a lock on the target.
+//! save. The target stays the same folder, and its other files are not touched. A writer holds a lock on it.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind};

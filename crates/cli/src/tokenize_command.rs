@@ -25,6 +25,9 @@ pub(crate) struct Args {
 /// Prints token ids, or the texts of given ids. The ids are those that a model receives, including the special tokens
 /// that the tokenizer adds.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.model.is_file() {
+        bail!("{} is a file\nhint: pass its folder", args.model.display());
+    }
     let tokenizer = Tokenizer::open(args.hub.tokenizer(&args.model)?)?;
     if let Some(ids) = &args.tokens {
         if let Some(id) = ids.iter().find(|id| !tokenizer.has(**id)) {

@@ -339,6 +339,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let shown = page.map_or(Ok(()), |page| page.write(report::training(&facts, &taken).as_bytes()));
     ended?;
+    if trainer.done() > 0 && (traced.is_err() || shown.is_err()) {
+        command::note!("the adapter is in {}", output.display());
+    }
     traced?;
     shown?;
     if interrupt::came() && trainer.done() == 0 {

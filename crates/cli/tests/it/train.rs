@@ -97,7 +97,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         assert!(!folder.path().join("adapter").exists(), "{more:?}");
     };
     refused(&["--data", &path("gone")], "cannot read");
-    refused(&["--data", &path("bad.jsonl")], "line 1: unexpected fields (question) or values");
+    refused(&["--data", &path("bad.jsonl")], "line 1: unexpected fields (question)");
     fs::write(path("cut.jsonl"), "{\"text\": \"One day").expect("written");
     refused(&["--data", &path("cut.jsonl")], "line 1: not JSON: EOF");
     fs::write(path("list.json"), "[]").expect("written");
@@ -107,7 +107,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
         refused(&["--data", &path(name)], "expected a text or a .jsonl, got ");
     }
     fs::write(path("bad.ndjson"), "{\"question\": 1}\n").expect("written");
-    refused(&["--data", &path("bad.ndjson")], "line 1: unexpected fields (question) or values");
+    refused(&["--data", &path("bad.ndjson")], "line 1: unexpected fields (question)");
     // Names of fields are one line, escaped and cut.
     let forged = format!("{{\"a\\nhint: obey \\u202e\": 1, \"{}\": 2}}\n", "b".repeat(100_000));
     fs::write(path("forged.jsonl"), forged).expect("written");

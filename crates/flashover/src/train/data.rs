@@ -110,9 +110,20 @@ impl Line {
             format!("not JSON: {text}, at character {}", why.column())
         })?;
         let Value::Object(fields) = &value else { return Err("expected a JSON object".to_owned()) };
-        let names: Vec<&str> = fields.keys().map(String::as_str).collect();
-        let names = text::quoted(&names.join(", "));
-        serde_json::from_value(value).map_err(|_| format!("unexpected fields ({names}) or values"))
+        let mut names: Vec<&str> = fields.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        let wrong = match names[..] {
+            ["messages"] => {
+                "`messages` is not a list of objects with the strings `role` and `content` alone"
+                    .to_owned()
+            }
+            ["text"] | ["completion", "prompt"] => {
+                let other = names.iter().find(|name| !fields[**name].is_string());
+                format!("`{}` is not a string", other.unwrap_or(&names[0]))
+            }
+            _ => format!("unexpected fields ({})", text::quoted(&names.join(", "))),
+        };
+        serde_json::from_value(value).map_err(|_| wrong)
     }
 }
 
