@@ -1,5 +1,6 @@
 """Times torch on the cases in JSON lines from standard input, and prints one line per case."""
 
+import functools
 import itertools
 import json
 import sys
@@ -337,7 +338,73 @@ def norm_backward(case, dtype):
     return run
 
 
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+def activate(case, dtype):
+    """Returns an activation with or without a gate, fused by torch.compile."""
+    act = ACTIVATIONS[case["activation"]]
+    made = [
+        [torch.randn(case["elements"], device="cuda", dtype=dtype) for _ in range(2 if case["gated"] else 1)]
+        for _ in range(case["sets"])
+    ]
+    turns = itertools.cycle(made)
+
+    @torch.compile
+    def out(z, up=None):
+        return act(z) if up is None else act(z) * up
+
+    def run():
+        out(*next(turns))
+
+    return run
+
+
+def activation_backward(case, dtype):
+    """Returns the gradients of an activation with or without a gate, fused by torch.compile."""
+    shape = (case["rows"], case["width"])
+    act = ACTIVATIONS[case["activation"]]
+    of = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2 if case["gated"] else 1)]
+    douts = itertools.cycle([torch.randn(shape, device="cuda", dtype=dtype) for _ in range(case["sets"])])
+
+    @torch.compile
+    def out(z, up=None):
+        return act(z) if up is None else act(z) * up
+
+    kept = out(*of)
+
+    def run():
+        torch.autograd.grad(kept, of, next(douts), retain_graph=True)
+
+    # A backward pass cannot be captured in a graph by itself.
+    run.waits = True
+    return run
+
+
+def embed_backward(case, dtype):
+    """Returns the gradient of an embedding table."""
+    rows, hidden, vocab = case["rows"], case["hidden"], case["vocab"]
+    # Half of the rows belong to a few frequent tokens.
+    share = torch.rand(rows, device="cuda") ** 2
+    tokens = (share * case["segments"]).long() * (vocab // case["segments"])
+    douts = itertools.cycle([torch.randn(rows, hidden, device="cuda", dtype=dtype) for _ in range(case["sets"])])
+
+    def run():
+        torch.ops.aten.embedding_dense_backward(next(douts), tokens, vocab, -1, False)
+
+    # It sorts the tokens, which waits for the host.
+    run.waits = True
+    return run
+
+
 OPS = {
+    "activate": activate,
+    "activation_backward": activation_backward,
+    "embed_backward": embed_backward,
     "norm_backward": norm_backward,
     "adamw": adamw,
     "cross_entropy": cross_entropy,

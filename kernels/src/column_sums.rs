@@ -74,9 +74,9 @@ impl ColumnSumsProblem {
         }
     }
 
-    /// Elements of x, padding included.
+    /// Elements of x, gaps between rows included.
     pub const fn elements(&self) -> usize {
-        self.rows as usize * self.stride as usize
+        (self.rows as usize - 1) * self.stride as usize + self.width as usize
     }
 
     fn vector(&self, arch: &ArchProfile) -> u32 {

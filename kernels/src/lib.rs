@@ -6,6 +6,8 @@
 //! themselves, and [`nf4`] rounds decoded weights, which keeps bitsandbytes' bits. Matmuls and [`attention`]
 //! in bf16 through Vulkan are off by up to one unit in the last place, not half of one.
 
+pub mod activate;
+pub mod activation_backward;
 pub mod attention;
 pub mod ceiling;
 pub mod column_sums;
@@ -14,6 +16,7 @@ pub mod cross_entropy;
 mod dequant;
 mod elem;
 pub mod embed;
+pub mod embed_backward;
 mod fits;
 pub mod int8;
 mod launch;

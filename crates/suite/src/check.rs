@@ -109,6 +109,56 @@ pub(crate) fn launch_twice<K: Kernel>(
     outputs.iter().chain(&scratch).try_for_each(|buffer| intact(device, buffer))
 }
 
+/// Launches twice on fresh `operands` of a kernel that reads what it writes, and returns the bytes of what it `writes`, which
+/// must be the same. Allocate these with [`guarded`] or [`unwritten`].
+pub(crate) fn launch_in_place<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    config: &K::Config,
+    operands: impl Fn() -> K::Operands,
+    writes: impl Fn(&K::Operands) -> Vec<Handle>,
+) -> Result<Vec<Vec<u8>>, CheckError> {
+    let scratch = scratch_of::<K>(device, problem, config);
+    let run = || {
+        let operands = operands();
+        K::launch(&Queue::Device(device), problem, config, &operands, scratch.as_ref());
+        let read = |buffer: &Handle| {
+            intact(device, buffer)?;
+            read(device, buffer, buffer.size_in_used() as usize)
+        };
+        writes(&operands).iter().map(read).collect::<Result<Vec<_>, _>>()
+    };
+    let (first, second) = (run()?, run()?);
+    if first != second {
+        return Err(kernel_error("two launches differ"));
+    }
+    scratch.iter().try_for_each(|scratch| intact(device, scratch))?;
+    Ok(first)
+}
+
+/// Launches the baseline once more on `operands`, and returns the bytes of what it `writes`.
+pub(crate) fn launch_again<K: Kernel>(
+    device: &Device,
+    problem: &K::Problem,
+    operands: &K::Operands,
+    writes: &[&Handle],
+) -> Result<Vec<Vec<u8>>, CheckError> {
+    let config = K::baseline(device.profile(), problem).map_err(kernel_error)?;
+    let scratch = K::scratch(device, problem, &config);
+    K::launch(&Queue::Device(device), problem, &config, operands, scratch.as_ref());
+    writes.iter().map(|buffer| read(device, buffer, buffer.size_in_used() as usize)).collect()
+}
+
+/// Reads the first `len` elements of a buffer.
+pub(crate) fn values(
+    device: &Device,
+    handle: &Handle,
+    len: usize,
+    dtype: DType,
+) -> Result<Vec<f32>, CheckError> {
+    Ok(reference_dtype(dtype).decode(&read(device, handle, len * dtype.size())?)?)
+}
+
 /// Allocates guarded scratch for launches: NaN, except for values that the first launch expects.
 pub(crate) fn scratch_of<K: Kernel>(
     device: &Device,

@@ -16,6 +16,8 @@ mod pairs;
 mod peers;
 mod verify;
 
+pub mod activate;
+pub mod activation_backward;
 pub mod attention;
 pub mod attention_backward;
 pub mod column_sums;
@@ -23,6 +25,7 @@ pub mod cross_entropy;
 pub mod decode;
 pub mod decoder;
 pub mod embed;
+pub mod embed_backward;
 pub mod int8;
 pub mod matmul;
 pub mod nf4;
@@ -31,6 +34,7 @@ pub mod norm_backward;
 pub mod optimizer;
 pub mod q8_0;
 pub mod rope;
+pub mod rope_in_place;
 pub mod sample;
 
 pub use any::AnyKernel;
@@ -59,10 +63,14 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::norm::Norm,
     &kernels::norm::backward::NormBackward,
     &kernels::column_sums::ColumnSums,
+    &kernels::activate::Activate,
+    &kernels::activation_backward::ActivationBackward,
     &kernels::embed::Embed,
+    &kernels::embed_backward::EmbedBackward,
     &kernels::sample::Sample,
     &kernels::cross_entropy::CrossEntropy,
     &kernels::rope::Rope,
+    &kernels::rope::in_place::RopeInPlace,
     &kernels::optimizer::Squares,
     &kernels::optimizer::AdamW,
 ];

@@ -309,7 +309,11 @@ impl Kernel for CrossEntropy {
         }
     }
 
+    /// None if the gradient overwrites the logits: a launch reads what it writes.
     fn outputs(p: &CrossEntropyProblem, operands: &CrossEntropyOperands) -> Vec<Output> {
+        if p.gradient == Gradient::InPlace {
+            return Vec::new();
+        }
         let (handle, len) = (operands.stats.clone(), STATS * p.rows as usize);
         let stats = Output { handle, dtype: DType::F32, len, tolerance: 1e-5 };
         // Configs sum in different orders, then round to the dtype.

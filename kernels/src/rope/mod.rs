@@ -30,6 +30,7 @@
 //! Source: Su et al., "RoFormer" (2021); the two halves of a head form pairs, not neighbours, as in GPT-NeoX.
 
 mod head;
+pub mod in_place;
 mod problem;
 mod rotate;
 

@@ -1,6 +1,6 @@
 //! Sums of products in f64, and with the rounding of kernels.
 
-use std::ops::{Add, AddAssign, Div, Mul, Neg};
+use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 use rayon::prelude::*;
 
@@ -25,6 +25,7 @@ pub(super) trait Number:
     + Sync
     + AddAssign
     + Add<Output = Self>
+    + Sub<Output = Self>
     + Mul<Output = Self>
     + Div<Output = Self>
     + Neg<Output = Self>
@@ -90,8 +91,42 @@ impl Activation {
     }
 
     /// Applies the function to one value in f64.
-    pub(crate) fn exact(self, x: f64) -> f64 {
+    pub fn exact(self, x: f64) -> f64 {
         self.apply(x)
+    }
+
+    /// Returns the derivative at one value.
+    fn derivative<T: Number>(self, x: T) -> T {
+        let (one, half) = (T::from(1.0), T::near(0.5));
+        match self {
+            Self::Silu => {
+                let share = one / (one + (-x).exp());
+                share * (one + x * (one - share))
+            }
+            Self::Gelu => {
+                let root = T::near((2.0 * std::f64::consts::PI).sqrt());
+                let density = (-x * x * half).exp() / root;
+                half * (one + (x * T::near(0.5_f64.sqrt())).erf()) + x * density
+            }
+            Self::GeluTanh => {
+                let root = T::near((2.0 / std::f64::consts::PI).sqrt());
+                let tanh = (root * (x + T::near(0.044_715) * x * x * x)).tanh();
+                let inner = root * (one + T::near(3.0 * 0.044_715) * x * x);
+                half * (one + tanh) + half * x * (one - tanh * tanh) * inner
+            }
+        }
+    }
+
+    /// Returns the derivative at one value in f64.
+    pub fn slope(self, x: f64) -> f64 {
+        self.derivative(x)
+    }
+
+    /// Returns the function and its derivative at one value as a naive kernel computes them, in f32. The error function of a
+    /// kernel is accurate to 2e-7, which counts as the naive kernel's error.
+    pub fn naive(self, x: f32) -> (f32, f32) {
+        let off = if self == Self::Gelu { 2e-7 } else { 0.0 };
+        (self.apply(x) + off * x, self.derivative(x) + off)
     }
 }
 
@@ -179,5 +214,22 @@ fn truncate(x: f64) -> f32 {
         f32::from_bits(near.to_bits() - 1)
     } else {
         near
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slope_is_the_limit_of_differences() {
+        for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
+            for x in [-6.0, -1.3, -0.1, 0.0, 0.4, 2.0, 9.0] {
+                let step = 1e-5;
+                let rise = activation.exact(x + step) - activation.exact(x - step);
+                let (want, got) = (rise / (2.0 * step), activation.slope(x));
+                assert!((want - got).abs() < 1e-9, "{activation:?} at {x}: {got}, {want}");
+            }
+        }
     }
 }

@@ -204,9 +204,18 @@ impl Kernel for AttentionBackward {
         let dtype = problem.forward.dtype;
         let tolerance = super::tolerance(dtype);
         let [_, dq, dk, dv] = problem.extents();
-        [(&operands.dq, dq), (&operands.dk, dk), (&operands.dv, dv)]
-            .map(|(handle, len)| Output { handle: handle.clone(), dtype, len, tolerance })
-            .to_vec()
+        let forward = &problem.forward;
+        let [q, kv] = [(forward.heads, forward.seq_q), (forward.kv_heads, forward.seq_kv)]
+            .map(|(heads, seq)| (forward.batch * heads * seq * forward.head_dim) as usize);
+        // Of gradients with gaps between rows, which are not written, only the first row.
+        let written = |len, dense| if len == dense { len } else { forward.head_dim as usize };
+        [
+            (&operands.dq, written(dq, q)),
+            (&operands.dk, written(dk, kv)),
+            (&operands.dv, written(dv, kv)),
+        ]
+        .map(|(handle, len)| Output { handle: handle.clone(), dtype, len, tolerance })
+        .to_vec()
     }
 
     /// Two f32 values per query.
