@@ -1,13 +1,20 @@
 //! Errors of ops.
 
 use burn::tensor::DType;
+use kernels::activate::InvalidActivate;
+use kernels::activation_backward::InvalidActivationBackward;
 use kernels::attention::InvalidAttention;
 use kernels::attention::decode::InvalidDecode;
+use kernels::column_sums::InvalidColumnSums;
+use kernels::cross_entropy::InvalidCrossEntropy;
 use kernels::embed::InvalidEmbed;
+use kernels::embed_backward::InvalidEmbedBackward;
 use kernels::matmul::InvalidMatmul;
 use kernels::norm::InvalidNorm;
+use kernels::optimizer::InvalidAdamW;
 use kernels::quantized::{InvalidWeight, QuantizeError};
 use kernels::rope::InvalidRope;
+use kernels::rope::in_place::InvalidRopeInPlace;
 use kernels::sample::InvalidSample;
 use tune::TuneError;
 
@@ -178,6 +185,27 @@ pub enum OpError {
     /// An invalid RoPE.
     #[error(transparent)]
     Rope(#[from] InvalidRope),
+    /// A rotation in place that is invalid.
+    #[error(transparent)]
+    RopeInPlace(#[from] InvalidRopeInPlace),
+    /// Column sums that are invalid.
+    #[error(transparent)]
+    ColumnSums(#[from] InvalidColumnSums),
+    /// An activation that is invalid.
+    #[error(transparent)]
+    Activate(#[from] InvalidActivate),
+    /// Gradients of an activation that are invalid.
+    #[error(transparent)]
+    ActivationBackward(#[from] InvalidActivationBackward),
+    /// A gradient of an embedding that is invalid.
+    #[error(transparent)]
+    EmbedBackward(#[from] InvalidEmbedBackward),
+    /// A loss that is invalid.
+    #[error(transparent)]
+    CrossEntropy(#[from] InvalidCrossEntropy),
+    /// An optimizer step that is invalid.
+    #[error(transparent)]
+    AdamW(#[from] InvalidAdamW),
     /// Invalid logits or vocabulary of sampling.
     #[error(transparent)]
     Sample(#[from] InvalidSample),

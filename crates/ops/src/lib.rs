@@ -32,6 +32,7 @@ mod attention;
 mod call;
 mod capture;
 mod ctx;
+mod cube;
 mod decode;
 mod embed;
 mod epilogue;
@@ -45,6 +46,7 @@ mod offsets;
 mod quantized;
 mod rope;
 mod sample;
+pub mod training;
 mod update_inputs;
 mod upload;
 
@@ -58,6 +60,7 @@ pub use capture::{StreamGuard, capture_alone, captures, stream_guard};
 /// Checkpoint files that [`QuantizedWeight`]s are read from and written to.
 pub use checkpoint;
 pub use ctx::{Ctx, Rehearsed};
+pub use cube::{columns, shared_columns, split_heads, view};
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};
 pub use embed::embed;
 pub use epilogue::{Epilogue, RowNorm};

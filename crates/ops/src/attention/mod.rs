@@ -30,7 +30,9 @@ use kernels::attention::{
 };
 use tune::{Infeasible, Kernel};
 
-use crate::call::{Call, Optional, float_of, like, on_cubecl, same_dtype, same_shape, size_of};
+use crate::call::{
+    Call, Optional, empty_like, float_of, like, on_cubecl, same_dtype, same_shape, size_of,
+};
 use crate::offsets::{checked_offsets, u32_buffer};
 use crate::{Ctx, OpError};
 
@@ -275,10 +277,10 @@ fn longest(offsets: &[u32]) -> u32 {
 /// Request for a validated attention.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
-    options: AttentionOptions,
-    packing: Option<Packing>,
+    pub(crate) options: AttentionOptions,
+    pub(crate) packing: Option<Packing>,
     /// True if the log-sum-exp is returned.
-    lse: bool,
+    pub(crate) lse: bool,
 }
 
 fn attend(
@@ -427,7 +429,7 @@ impl AttentionOps for CubeBackend {
         let operands = [q, k, v].map(along_head_dim);
         let scores = [mask.into_option(), bias.into_option()];
         let q = &operands[0];
-        let out = like(q);
+        let out = in_order_of(q);
         let lse = asked.lse.then(|| log_sums_like(q));
         let launched = Launch::new(&operands, scores, &out, lse.as_ref(), &asked).and_then(|l| {
             let device = call.ctx.device(&out.device)?;
@@ -456,7 +458,7 @@ impl AttentionOps for CubeBackend {
         let operands = [q, k, v].map(along_head_dim);
         let [out, dout] = [out, dout].map(along_head_dim);
         let scores = [mask.into_option(), bias.into_option()];
-        let gradients = operands.each_ref().map(like);
+        let gradients = operands.each_ref().map(in_order_of);
         let forward = Launch::new(&operands, scores, &out, Some(&into_contiguous(lse)), &asked);
         let launched = forward.and_then(|forward| {
             let [dq, dk, dv] = gradients.each_ref().map(head_strides);
@@ -491,13 +493,13 @@ impl AttentionOps for CubeBackend {
 }
 
 /// A forward pass in the kernel's terms.
-struct Launch {
-    problem: AttentionProblem,
-    operands: AttentionOperands,
+pub(crate) struct Launch {
+    pub(crate) problem: AttentionProblem,
+    pub(crate) operands: AttentionOperands,
 }
 
 impl Launch {
-    fn new(
+    pub(crate) fn new(
         [q, k, v]: &[CubeTensor; 3],
         [mask, bias]: [Option<CubeTensor>; 2],
         out: &CubeTensor,
@@ -567,6 +569,19 @@ pub(crate) fn along_head_dim(tensor: CubeTensor) -> CubeTensor {
     let contiguous =
         (strides[3] == 1 || shape[3] == 1) && (strides[2] >= shape[3] || shape[2] == 1);
     if contiguous { tensor } else { into_contiguous(tensor) }
+}
+
+/// Allocates a tensor with the shape and dtype of `heads`, and the order of its axes: tokens before heads if its heads are
+/// columns of a projection. Then the result is rows of the next projection without a copy.
+fn in_order_of(heads: &CubeTensor) -> CubeTensor {
+    let (shape, strides) = (heads.meta.shape(), heads.meta.strides());
+    if strides[1] >= strides[2] {
+        return like(heads);
+    }
+    let dtype = float_of(heads.dtype).expect("checked before");
+    let mut made = empty_like(heads, [shape[0], shape[2], shape[1], shape[3]], dtype);
+    made.meta.swap(1, 2);
+    made
 }
 
 pub(crate) fn head_strides(tensor: &CubeTensor) -> HeadStrides {
