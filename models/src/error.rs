@@ -100,6 +100,12 @@ pub enum Error {
         /// The largest valid rank.
         max: usize,
     },
+    /// A quantised model whose own weights are to be trained.
+    #[error(
+        "the weights are quantised, and only dense ones can be trained\nhint: train an adapter \
+         instead (--lora-rank without --full), or use the model's dense weights"
+    )]
+    QuantizedWeights,
     /// A batch without target tokens, or with an empty sequence.
     #[error(
         "a batch has no target tokens\nhint: pass sequences of at least two tokens, and at \

@@ -6,6 +6,8 @@
 //! | `families` | [`Family`]: fields of each family's `config.json`, and names of its tensors |
 //! | [`rope`] | [`Rope`]: rotary positions and their scaling |
 //! | [`names`] | [`Param`]: every parameter of a decoder, and its tensor in a checkpoint |
+//! | [`optimizer`] | [`Optimizer`]: AdamW over the flat weights of a model |
+//! | [`parameters`] | [`Parameters`]: all parameters in one flat buffer, for training |
 //! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these parameters |
 //! | [`generation`] | [`GenerationConfig`]: sampling and stop tokens, from `generation_config.json` |
 //! | [`decoder`] | [`Decoder`]: the weights on a device, with prefill, decode and training |
@@ -40,6 +42,8 @@ pub mod generation;
 pub mod lora;
 pub mod matrices;
 pub mod names;
+pub mod optimizer;
+pub mod parameters;
 pub mod rope;
 pub mod shapes;
 mod targets;
@@ -48,8 +52,8 @@ mod workload;
 
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Adaptation, Decoder, Example, KvCache, Learned, LoadOptions, Loading, OnDevice, Recompute,
-    file_dtype, on_device,
+    Adaptation, Decoder, Example, FlatWeights, Gradients, KvCache, Learned, LoadOptions, Loading,
+    OnDevice, Recompute, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use footprint::{Footprint, KvFormat, ModelPrecision};
@@ -57,6 +61,8 @@ pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
+pub use optimizer::{AdamWOptions, LossScale, Optimizer};
+pub use parameters::{FlatTensor, Group, Parameters};
 pub use rope::{Rope, Scaling};
 pub use weights::{Stored, Weights};
 pub use workload::{Training, Workload};

@@ -77,6 +77,13 @@ pub struct Param {
     pub row: usize,
 }
 
+impl Param {
+    /// Returns the slot, and whether this is its weight or its bias.
+    pub const fn place(&self) -> (Slot, Side) {
+        (self.slot, self.side)
+    }
+}
+
 /// A module of a checkpoint, and a range of its rows.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {

@@ -48,6 +48,7 @@ impl Serialize for Workload {
             Some(training) => {
                 let recompute = match training.recompute {
                     Recompute::Layers => "layers",
+                    Recompute::Norms => "norms",
                     Recompute::Nothing => "nothing",
                 };
                 map.serialize_entry("accumulates", &training.accumulates)?;

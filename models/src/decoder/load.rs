@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::projection::{Ffn, Matrix, Projection};
 use super::unmerged_lora::UnmergedLora;
 use super::warnings::warnings;
-use super::{Decoder, Layer};
+use super::{Decoder, FlatWeights, Layer};
 use crate::config::THRESHOLD;
 use crate::footprint::{KvFormat, ModelPrecision};
 use crate::lora::Delta;
@@ -169,6 +169,17 @@ impl Decoder {
         let loader = Loader { source, adapter: None, device, ctx, dtype, options, outline: false };
         loader.decoder(progress)
     }
+
+    /// Creates a decoder whose weights are views of `flat`: what a training step writes there, it computes with.
+    ///
+    /// # Errors
+    /// [`Error::Op`] for a device without kernels.
+    pub fn of_flat(config: &DecoderConfig, flat: &FlatWeights, ctx: Ctx) -> Result<Self, Error> {
+        let (source, ctx, device) = (Source::Flat(config, flat), &ctx, &flat.values().device());
+        let (dtype, options) = (flat.dtype(), &LoadOptions::default());
+        let loader = Loader { source, adapter: None, device, ctx, dtype, options, outline: false };
+        loader.decoder(|_| {})
+    }
 }
 
 /// Source of the weights.
@@ -176,6 +187,8 @@ impl Decoder {
 enum Source<'a> {
     Files(&'a Weights),
     Noise(&'a DecoderConfig),
+    /// Views of a flat buffer.
+    Flat(&'a DecoderConfig, &'a FlatWeights),
 }
 
 #[derive(Clone, Copy)]
@@ -265,7 +278,7 @@ impl<'a> Loader<'a> {
     fn config(&self) -> &DecoderConfig {
         match self.source {
             Source::Files(weights) => weights.config(),
-            Source::Noise(config) => config,
+            Source::Noise(config) | Source::Flat(config, _) => config,
         }
     }
 
@@ -324,6 +337,10 @@ impl<'a> Loader<'a> {
 
     /// Loads the matrices of `slots`, with their rows concatenated.
     fn projection(&self, slots: &[Slot]) -> Result<Projection, Error> {
+        if let Source::Flat(_, flat) = self.source {
+            let matrix = Matrix::Dense(flat.view(slots[0], Side::Weight)?);
+            return Ok(self.projection_of(vec![matrix], self.bias(slots)?, None));
+        }
         let mut matrices = self.matrices(slots)?;
         if matrices.len() > 1
             && let Some(all) = matrices.iter().map(Matrix::dense).collect::<Option<Vec<_>>>()
@@ -401,6 +418,9 @@ impl<'a> Loader<'a> {
 
     /// Loads the biases of `slots`, concatenated.
     fn bias(&self, slots: &[Slot]) -> Result<Option<Tensor<1>>, Error> {
+        if let (Source::Flat(config, flat), first) = (self.source, slots[0]) {
+            return config.biased(first).then(|| flat.view(first, Side::Bias)).transpose();
+        }
         let mut biases = Vec::new();
         for slot in slots {
             match self.source {
@@ -412,7 +432,7 @@ impl<'a> Loader<'a> {
                 Source::Noise(config) if config.biased(*slot) => {
                     biases.push(self.noise(*slot, Side::Bias));
                 }
-                Source::Noise(_) => {}
+                Source::Noise(_) | Source::Flat(..) => {}
             }
         }
         Ok((!biases.is_empty()).then(|| Tensor::cat(biases, 0)))
@@ -423,6 +443,7 @@ impl<'a> Loader<'a> {
         Ok(match self.source {
             Source::Files(weights) => self.tensor(weights.weight(slot)?)?,
             Source::Noise(_) => self.noise(slot, Side::Weight),
+            Source::Flat(_, flat) => flat.view(slot, Side::Weight)?,
         })
     }
 
@@ -431,6 +452,7 @@ impl<'a> Loader<'a> {
     fn matrix(&self, slot: Slot) -> Result<Option<Matrix>, Error> {
         let dense = match self.source {
             Source::Noise(_) => self.noise(slot, Side::Weight),
+            Source::Flat(_, flat) => flat.view(slot, Side::Weight)?,
             Source::Files(weights) => {
                 let stored = weights.weight(slot)?;
                 if let Some(own) = stored.weight.format() {
@@ -504,7 +526,7 @@ impl<'a> Loader<'a> {
             Source::Files(weights) => {
                 Error::Quantize { tensor: weights.name(slot), why: Box::new(why) }
             }
-            Source::Noise(_) => why.into(),
+            Source::Noise(_) | Source::Flat(..) => why.into(),
         }
     }
 
@@ -607,7 +629,7 @@ fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
 }
 
 /// Converts values to bytes, rounded to nearest, ties to even.
-fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
+pub(super) fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
     match to {
         FloatDType::F16 => bytes_of(values, |v| f16::from_f32(v).to_le_bytes()),
         FloatDType::BF16 => bytes_of(values, |v| bf16::from_f32(v).to_le_bytes()),

@@ -18,8 +18,11 @@
 //! Projections with the same input are one matmul if their weights allow it: queries, keys and values always
 //! if dense, gate and up in 4 bits.
 
+mod backward;
+mod batch;
 mod cache;
 mod cells;
+mod flat;
 mod load;
 mod memory;
 mod precompile;
@@ -38,14 +41,17 @@ use ops::{
 };
 
 use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
+pub use backward::{Gradients, Kept};
+pub use batch::Example;
 pub use cache::KvCache;
 pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
+pub use flat::FlatWeights;
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use memory::Memory;
 use projection::{Ffn, Projection, synchronize};
 use step::Step;
-pub use train::{Adaptation, Example, Learned, Recompute};
+pub use train::{Adaptation, Learned, Recompute};
 
 /// Longest step of the attention decode kernel, in positions per sequence.
 const SHORT: usize = 16;

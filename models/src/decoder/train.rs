@@ -21,28 +21,12 @@ use std::ops::Range;
 use burn::tensor::{DType, FloatDType, Gradients, IndexingUpdateOp, Int, Tensor, TensorData};
 use ops::{AttentionOptions, Epilogue, linear};
 
+use super::batch::Example;
 use super::memory::tables;
 use super::projection::{Ffn, Projection};
 use super::{Decoder, joined, rounded};
 use crate::lora::{Block, Factor, LoraOptions};
 use crate::{DecoderConfig, Error};
-
-/// A training sequence.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Example {
-    /// Tokens of the whole sequence, in order.
-    pub tokens: Vec<u32>,
-    /// Index of the first token to learn; the tokens before it are context only. The first token is never
-    /// learned.
-    pub from: usize,
-}
-
-impl Example {
-    /// Returns the number of tokens to learn.
-    pub fn learned(&self) -> usize {
-        self.tokens.len().saturating_sub(self.from.max(1))
-    }
-}
 
 /// Activations that the backward pass recomputes instead of keeping them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -50,6 +34,8 @@ pub enum Recompute {
     /// All activations of a layer except its input.
     #[default]
     Layers,
+    /// Results of norms and activations.
+    Norms,
     /// None: all graphs are kept, which takes more memory and saves a forward pass.
     Nothing,
 }
@@ -207,7 +193,7 @@ impl Decoder {
     }
 
     /// Records memory use in a trace.
-    fn note_memory(&self) {
+    pub(super) fn note_memory(&self) {
         trace::memory(|| {
             let usage = self.device.memory_pool_usage();
             usage.map_or((0, 0), |usage| (usage.bytes_in_use, usage.bytes_reserved))

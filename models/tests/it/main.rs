@@ -2,6 +2,7 @@
 
 mod bad;
 mod device;
+mod full;
 mod golden;
 mod lora;
 mod names;

@@ -1,0 +1,132 @@
+//! A training batch on a device.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use ops::training::{IGNORED, RowSegments};
+
+use super::memory::tables;
+use super::{Decoder, rounded};
+use crate::Error;
+
+/// A training sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Example {
+    /// Tokens of the whole sequence, in order.
+    pub tokens: Vec<u32>,
+    /// Index of the first token to learn; the tokens before it are context only. The first token is never
+    /// learned.
+    pub from: usize,
+}
+
+impl Example {
+    /// Returns the number of tokens to learn.
+    pub fn learned(&self) -> usize {
+        self.tokens.len().saturating_sub(self.from.max(1))
+    }
+}
+
+/// A batch on the device, padded on the right to its longest sequence. A causal model does not attend to the padding, and the
+/// loss ignores it.
+pub(super) struct TrainBatch {
+    batch: usize,
+    seq: usize,
+    /// `[batch, seq]`
+    tokens: Tensor<2, Int>,
+    /// Position of each row, `[batch · seq]`.
+    pub(super) positions: Tensor<1, Int>,
+    /// Tokens and positions of each row, on the host.
+    pub(super) looked_up: LookedUp,
+    /// Rows whose next token is learned; none for all rows.
+    pub(super) rows: Option<Tensor<1, Int>>,
+    /// Next token of these rows, or [`IGNORED`].
+    pub(super) targets: Tensor<1, Int>,
+    /// Number of learned tokens.
+    pub(super) count: usize,
+    /// One table `[seq, dim]` per rope.
+    pub(super) tables: Vec<Tensor<2>>,
+}
+
+/// Rows of the embedding tables that a batch looks up.
+pub(super) struct LookedUp {
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+}
+
+impl LookedUp {
+    pub(super) fn tokens(&self, device: &Device) -> RowSegments {
+        RowSegments::new(&self.tokens, device)
+    }
+
+    pub(super) fn positions(&self, device: &Device) -> RowSegments {
+        RowSegments::new(&self.positions, device)
+    }
+}
+
+impl TrainBatch {
+    /// Uploads a batch.
+    ///
+    /// # Errors
+    /// [`Error::NothingToLearn`], [`Error::Context`], [`Error::Token`].
+    pub(super) fn new(decoder: &Decoder, batch: &[Example]) -> Result<Self, Error> {
+        let config = decoder.config();
+        let seq = batch.iter().map(|own| own.tokens.len()).max().unwrap_or(0);
+        let count: usize = batch.iter().map(Example::learned).sum();
+        if count == 0 || batch.iter().any(|own| own.tokens.is_empty()) {
+            return Err(Error::NothingToLearn);
+        }
+        if let Some(max_seq) = config.context().filter(|max| seq > *max) {
+            return Err(Error::Context { need: seq, max_seq });
+        }
+        batch.iter().try_for_each(|own| config.check_tokens(&own.tokens))?;
+        let (mut tokens, mut targets) = (Vec::new(), Vec::new());
+        for Example { tokens: own, from } in batch {
+            let begin = targets.len();
+            targets.resize(begin + seq, IGNORED);
+            for (at, token) in own.iter().enumerate().skip((*from).max(1)) {
+                targets[begin + at - 1] = *token;
+            }
+            tokens.extend(own);
+            tokens.resize(begin + seq, 0);
+        }
+        let positions: Vec<u32> = (0..tokens.len()).map(|row| (row % seq) as u32).collect();
+        // Selecting the rows costs a copy of them, and saves the logits of the others.
+        let few = count < tokens.len() / 8 * 7;
+        let rows = few.then(|| {
+            let learned = |row: &u32| targets[*row as usize] != IGNORED;
+            let rows: Vec<u32> = (0..targets.len() as u32).filter(learned).collect();
+            targets.retain(|target| *target != IGNORED);
+            rows
+        });
+        let device = decoder.device();
+        let list = |words: &[u32]| {
+            let words: Vec<i32> = words.iter().map(|word| word.cast_signed()).collect();
+            let len = words.len();
+            Tensor::<1, Int>::from_data(TensorData::new(words, [len]), (device, DType::I32))
+        };
+        Ok(Self {
+            batch: batch.len(),
+            seq,
+            tokens: list(&tokens).reshape([batch.len(), seq]),
+            positions: list(&positions),
+            rows: rows.as_deref().map(list),
+            targets: list(&targets),
+            looked_up: LookedUp { tokens, positions },
+            count,
+            tables: tables(config, seq, seq, device),
+        })
+    }
+
+    /// Returns the number of sequences, and the length of the longest.
+    pub(super) const fn shape(&self) -> [usize; 2] {
+        [self.batch, self.seq]
+    }
+
+    /// Returns the embeddings, `[batch · seq, hidden]`.
+    pub(super) fn embedded(&self, decoder: &Decoder) -> Result<Tensor<2>, Error> {
+        let _part = trace::span(|| "embedding");
+        let start = Tensor::zeros([self.batch], (&decoder.device, DType::I32));
+        let scale = decoder.config.embedding_scale;
+        let scale = scale.map_or(1.0, |scale| rounded(scale, decoder.dtype));
+        let (table, positions) = (decoder.embedding.clone(), decoder.positions.clone());
+        Ok(ops::embed(&decoder.ctx, self.tokens.clone(), table, start, positions, scale)?)
+    }
+}

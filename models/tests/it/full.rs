@@ -1,0 +1,182 @@
+//! Gradients of all weights, beside torch.
+
+use std::sync::Arc;
+
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use checkpoint::Checkpoint;
+use models::{
+    AdamWOptions, Decoder, Example, FlatWeights, Gradients, LossScale, Optimizer, Param,
+    Parameters, Recompute, Side, Weights,
+};
+use ops::Ctx;
+use suite::decoder::floats;
+
+use crate::{fixture, open};
+
+/// Fixtures with golden results of `fixtures/full.py`.
+const FULL: [&str; 8] = ["gemma2", "gemma3", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3"];
+
+/// A model to train on the CPU in f32.
+struct Model {
+    weights: Weights,
+    parameters: Arc<Parameters>,
+    flat: FlatWeights,
+    decoder: Decoder,
+    gradients: Gradients,
+}
+
+impl Model {
+    fn open(name: &str) -> Self {
+        let (weights, device) = (open(name), Device::cpu());
+        let parameters = Arc::new(Parameters::new(weights.config()));
+        let flat = FlatWeights::of_files(&weights, parameters.clone(), FloatDType::F32, &device)
+            .expect("dense");
+        let decoder =
+            Decoder::of_flat(weights.config(), &flat, Ctx::default()).expect("it has kernels");
+        let gradients = Gradients::zeros(parameters.clone(), &device);
+        Self { weights, parameters, flat, decoder, gradients }
+    }
+
+    /// Adds the gradient of `weight` · loss of a batch, and returns the loss.
+    fn learn(&self, batch: &[Example], weight: f64, recompute: Recompute) -> f64 {
+        let one = Tensor::<1>::from_data(TensorData::new(vec![1.0f32], [1]), &Device::cpu());
+        let scale = (weight, one);
+        let (loss, _) = self
+            .decoder
+            .add_gradients(&self.flat, &self.gradients, batch, scale, recompute)
+            .expect("a batch");
+        f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0])
+    }
+
+    fn sums(&self) -> Vec<f32> {
+        self.gradients.sums().clone().into_data().try_to_vec().expect("f32")
+    }
+
+    /// Compares a flat buffer with a checkpoint of the model's names: `distance` of each tensor from the golden one is at most
+    /// `tolerance`.
+    fn compare(
+        &self,
+        (flat, file): (&[f32], &str),
+        name: &str,
+        distance: fn(&[f32], &[f32]) -> f64,
+        tolerance: f64,
+    ) {
+        let file =
+            Checkpoint::open(fixture(name).join("full").join(file)).expect("full.py writes it");
+        let golden = Weights::new(self.weights.config().clone(), file).expect("the model's names");
+        let values = |param: &Param| {
+            let stored = match param.side {
+                Side::Weight => golden.weight(param.slot).expect("there"),
+                Side::Bias => golden.bias(param.slot).expect("there").expect("a bias"),
+            };
+            stored.dense().expect("dense").widened().expect("f32").into_owned()
+        };
+        for tensor in self.parameters.tensors() {
+            // Of queries, keys and values together: the gradient of a key bias is 0, but for rounding.
+            let all: Vec<f32> = tensor.params.iter().flat_map(values).collect();
+            let off = distance(&flat[tensor.at..tensor.at + tensor.len()], &all);
+            assert!(off <= tolerance, "{name} {}: {off:e}", tensor.params[0].name);
+        }
+    }
+}
+
+/// Largest difference, as a share of the largest magnitude.
+fn largest(have: &[f32], want: &[f32]) -> f64 {
+    let max =
+        |values: &mut dyn Iterator<Item = f32>| values.fold(0.0f32, |max, x| max.max(x.abs()));
+    let off = max(&mut have.iter().zip(want).map(|(have, want)| have - want));
+    f64::from(off) / f64::from(max(&mut want.iter().copied()))
+}
+
+/// Root of the mean square difference, as a share of that of the values. Single weights may differ by more: AdamW turns the
+/// rounding of a gradient near 0 into a step.
+fn mean(have: &[f32], want: &[f32]) -> f64 {
+    let square =
+        |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>();
+    let off = square(&mut have.iter().zip(want).map(|(have, want)| have - want));
+    (off / square(&mut want.iter().copied())).sqrt()
+}
+
+/// Returns the batch of `full.py`, and the loss of torch.
+fn golden(name: &str) -> (Vec<Example>, f64, Vec<f32>) {
+    let file =
+        Checkpoint::open(fixture(name).join("full/golden.safetensors")).expect("full.py writes it");
+    let ids = |of: &str| -> Vec<u32> {
+        let tensor = file.tensor(of).expect("full.py writes it");
+        tensor.bytes.as_chunks::<8>().0.iter().map(|id| i64::from_le_bytes(*id) as u32).collect()
+    };
+    let numbers = |of: &str| floats(&file.tensor(of).expect("full.py writes it"));
+    let (tokens, lengths, from) = (ids("tokens"), ids("lengths"), ids("from"));
+    let rows = tokens.chunks(tokens.len() / lengths.len()).zip(lengths).zip(from);
+    let batch = rows.map(|((row, length), from)| Example {
+        tokens: row[..length as usize].to_vec(),
+        from: from as usize,
+    });
+    (batch.collect(), f64::from(numbers("loss")[0]), numbers("losses"))
+}
+
+#[test]
+fn losses_and_gradients_are_those_of_torch() {
+    for name in FULL {
+        let (batch, want, _) = golden(name);
+        let model = Model::open(name);
+        let loss = model.learn(&batch, 1.0, Recompute::Nothing);
+        assert!((loss - want).abs() <= 1e-5 * want, "{name}: {loss} for {want}");
+        model.compare((&model.sums(), "gradients.safetensors"), name, largest, 1e-4);
+    }
+}
+
+#[test]
+fn steps_of_adamw_are_those_of_torch() {
+    for name in FULL {
+        let (batch, _, want) = golden(name);
+        let model = Model::open(name);
+        let options = AdamWOptions { eps: 1e-5, ..AdamWOptions::default() };
+        let optimizer =
+            Optimizer::new(&model.flat, None, options, LossScale::One).expect("it has kernels");
+        let (ctx, count) = (Ctx::default(), batch.iter().map(Example::learned).sum::<usize>());
+        for want in want {
+            model.gradients.clear(&ctx).expect("it has kernels");
+            let mean = 1.0 / count as f64;
+            let loss = model.learn(&batch, mean, Recompute::Nothing) * mean;
+            assert!((loss - f64::from(want)).abs() <= 1e-5 * loss, "{name}: {loss} for {want}");
+            optimizer.step(&ctx, &model.gradients, 1e-3).expect("it has kernels");
+        }
+        let after: Vec<f32> = model.flat.values().clone().into_data().try_to_vec().expect("f32");
+        model.compare((&after, "after.safetensors"), name, mean, 1e-5);
+    }
+}
+
+#[test]
+fn recomputing_changes_no_bit() {
+    for name in ["gemma3", "gpt2", "llama"] {
+        let (batch, ..) = golden(name);
+        let run = |recompute| {
+            let model = Model::open(name);
+            (model.learn(&batch, 0.25, recompute).to_bits(), model.sums())
+        };
+        let kept = run(Recompute::Nothing);
+        for recompute in [Recompute::Nothing, Recompute::Norms, Recompute::Layers] {
+            assert!(run(recompute) == kept, "{name} {recompute:?}");
+        }
+    }
+}
+
+#[test]
+fn one_batch_equals_micro_batches() {
+    for name in ["gemma2", "qwen3"] {
+        let (batch, ..) = golden(name);
+        let (whole, apart) = (Model::open(name), Model::open(name));
+        let loss = whole.learn(&batch, 0.5, Recompute::Nothing);
+        let parts: f64 = batch
+            .iter()
+            .map(|own| apart.learn(std::slice::from_ref(own), 0.5, Recompute::Nothing))
+            .sum();
+        assert!((loss - parts).abs() <= 1e-6 * loss, "{name}: {loss}, {parts}");
+        let (whole, apart) = (whole.sums(), apart.sums());
+        let largest = whole.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+        for (at, (one, other)) in whole.iter().zip(&apart).enumerate() {
+            assert!((one - other).abs() <= 1e-6 * largest, "{name} {at}: {one}, {other}");
+        }
+    }
+}
