@@ -12,7 +12,7 @@ use std::thread;
 use arch::Device;
 use flashover::bench::{SpeedTest, TrainTest};
 use flashover::memory::PlanError;
-use flashover::train::{Recompute, TrainError};
+use flashover::train::{FullOptions, Recompute, Start, TrainError, Trainer};
 use flashover::{Compute, Engine, EngineOptions, GenerateError, LoadError, WeightFormat};
 use record::{Card, Line, Record, Summary};
 use serde_json::Value;
@@ -32,6 +32,8 @@ pub(crate) struct ModelCase {
 enum Test {
     Speed(SpeedTest),
     Train(TrainTest),
+    /// Steps on all weights, with sequences `[batch, context]`.
+    Full([usize; 2], Recompute),
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -61,6 +63,7 @@ impl ModelCase {
     fn op(&self) -> &'static str {
         match self.test {
             Test::Train(_) => "train",
+            Test::Full(..) => "train_full",
             Test::Speed(SpeedTest { generated: 0, .. }) => "prompt",
             Test::Speed(SpeedTest { prompt: 0, .. }) => "generate",
             Test::Speed(_) => "request",
@@ -87,6 +90,17 @@ impl ModelCase {
                 insert("rank", rank);
                 if recompute == Recompute::Nothing {
                     params.insert("recompute".to_owned(), "nothing".into());
+                }
+                batch
+            }
+            Test::Full([batch, context], recompute) => {
+                insert("tokens", context);
+                match recompute {
+                    Recompute::Nothing => {}
+                    Recompute::Norms => drop(params.insert("recompute".to_owned(), "norms".into())),
+                    Recompute::Layers => {
+                        drop(params.insert("recompute".to_owned(), "layers".into()))
+                    }
                 }
                 batch
             }
@@ -149,6 +163,10 @@ pub(crate) fn select(
         model: Model::Shape(shape, Compute::Bf16, quant),
         test: Test::Train(TrainTest { batch, context, rank: 16, recompute }),
     };
+    let full = |shape, batch, recompute| ModelCase {
+        model: Model::Shape(shape, Compute::Bf16, None),
+        test: Test::Full([batch, 1024], recompute),
+    };
     let of = |model: &Model, prompt, generated, batch| after(model, 0, [prompt, generated], batch);
     let mut cases = Vec::new();
     if let (Suite::Quick | Suite::All, Some(demo)) = (suite, demo) {
@@ -170,6 +188,8 @@ pub(crate) fn select(
         }
         cases.push(train(small, None, 4, 512, Recompute::Nothing));
         cases.push(train(large, nf4, 2, 2048, Recompute::Layers));
+        cases.push(full("gpt2", 32, Recompute::Nothing));
+        cases.push(full("gpt2", 32, Recompute::Layers));
     }
     if suite == Suite::Documents {
         cases.extend(requests(scale, demo).into_iter().flat_map(|(model, batches)| {
@@ -231,6 +251,38 @@ pub(crate) fn run(
     Ok(good)
 }
 
+/// Measures steps on all weights.
+fn measure_full(
+    device: &Device,
+    policy: Policy,
+    case: &ModelCase,
+    record: &mut Record,
+) -> anyhow::Result<()> {
+    let (Test::Full(shape, recompute), Model::Shape(name, compute, _)) = (case.test, &case.model)
+    else {
+        anyhow::bail!("{} does not train all weights", case.name());
+    };
+    let engine =
+        EngineOptions { dtype: Some(*compute), policy: Some(policy), ..EngineOptions::default() };
+    let start = Start::Scratch { shape: (*name).to_owned(), seed: 0 };
+    let options = FullOptions { recompute, ..FullOptions::default() };
+    let mut trainer = Trainer::full(&device.clone().into(), start, &engine, options)?;
+    // Runs the test once, so that memory for tuning is not counted.
+    trainer.measure(shape, 1)?;
+    trainer.engine().clear_cache()?;
+    let speed = trainer.measure(shape, REPETITIONS[0].into())?;
+    let Some(summary) = Summary::from_samples(&speed.samples_ns) else {
+        anyhow::bail!("the clock returned no finite time");
+    };
+    let Summary { median, p10, p90, p95, samples } = summary;
+    (record.median_ns, record.p10_ns, record.p90_ns) = (Some(median), Some(p10), Some(p90));
+    (record.p95_ns, record.samples, record.clock) = (Some(p95), samples, "host".to_owned());
+    record.memory_bytes = Some(trainer.engine().memory().reserved_bytes);
+    record.flops = speed.flops;
+    record.tflops = Some(speed.flops as f64 / median / 1e3);
+    Ok(())
+}
+
 /// Runs the cases of one model.
 fn run_model(
     device: &Device,
@@ -242,12 +294,16 @@ fn run_model(
     for case in cases {
         emit(&Line::Begin { case: case.name() })?;
         let mut record = Record::new(card, case.op(), case.params(), 0, 0);
-        let engine = match &loaded {
-            Some(engine) => Ok(Engine::clone(engine)),
-            None => case.load(device, policy),
+        let measured = match (case.test, &loaded) {
+            (Test::Full(..), _) => {
+                loaded = None;
+                measure_full(device, policy, case, &mut record)
+            }
+            (_, Some(engine)) => measure(card, engine, case, &mut record),
+            (_, None) => case
+                .load(device, policy)
+                .and_then(|engine| measure(card, loaded.insert(engine), case, &mut record)),
         };
-        let measured =
-            engine.and_then(|engine| measure(card, loaded.insert(engine), case, &mut record));
         if let Err(why) = measured {
             // A case that does not fit the card is skipped, not failed.
             if too_large(&why) {
@@ -293,6 +349,7 @@ fn measure(
     // Runs the test once, so that memory for tuning and for earlier shapes is not counted.
     match case.test {
         Test::Train(test) => drop(engine.measure_training(test, 1)?),
+        Test::Full(..) => anyhow::bail!("{} needs its own weights", case.name()),
         Test::Speed(test) => drop(engine.measure(test, 1)?),
     }
     engine.clear_cache()?;
@@ -302,6 +359,7 @@ fn measure(
             let speed = engine.measure_training(test, REPETITIONS[0].into())?;
             (speed.samples_ns, speed.flops, 0, 1.0)
         }
+        Test::Full(..) => anyhow::bail!("{} needs its own weights", case.name()),
         Test::Speed(test) => {
             let speed = engine.measure(test, REPETITIONS[usize::from(requests)].into())?;
             // Each generated token is a launch. A prompt is prefilled in one launch, and a request is timed as a whole.

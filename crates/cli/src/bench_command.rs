@@ -14,6 +14,7 @@ use tune::timing::Stopwatch;
 
 use crate::interrupt;
 use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
+use crate::train_speed::{self, RecomputeArg, Steps, Train};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -35,6 +36,15 @@ pub(crate) struct Args {
     /// Repetitions of each test, after one warm-up run
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repetitions: u16,
+    /// Measure training steps instead, with --batch sequences of --context tokens
+    #[arg(long, value_enum)]
+    train: Option<Train>,
+    /// With --train, tokens per sequence
+    #[arg(short = 'c', long, default_value_t = 1024, requires = "train")]
+    context: usize,
+    /// With --train, activations that the backward pass recomputes
+    #[arg(long, value_enum, default_value = "nothing", requires = "train")]
+    recompute: RecomputeArg,
     /// Output format
     #[arg(long, default_value = "md")]
     format: Format,
@@ -141,6 +151,9 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.train.is_some() {
+        return run_steps(args);
+    }
     let tests = tests(args);
     if tests.is_empty() {
         bail!("no test to measure\nhint: set -p or -n, and --batch, above 0");
@@ -197,6 +210,28 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ),
         None => Ok(()),
     }
+}
+
+/// Measures training steps.
+fn run_steps(args: &Args) -> anyhow::Result<()> {
+    let mut rows = Vec::new();
+    for batch in &args.batch.0 {
+        let steps =
+            Steps { batch: *batch, context: args.context, recompute: args.recompute.into() };
+        let row = train_speed::bench(&args.of, steps, args.repetitions.into())?;
+        match args.format {
+            Format::Md => command::print(&train_speed::table(&row))?,
+            Format::Jsonl => command::print(&(serde_json::to_string(&row)? + "\n"))?,
+            Format::Json => rows.push(row),
+            Format::Csv | Format::Sql => {
+                bail!("--train prints no CSV and no SQL\nhint: use --format md, json or jsonl")
+            }
+        }
+    }
+    if matches!(args.format, Format::Json) {
+        command::print(&(serde_json::to_string_pretty(&rows)? + "\n"))?;
+    }
+    Ok(())
 }
 
 /// Finds the fastest batch of a test. `one` measures a batch and prints its row. Notes each batch that does not fit,

@@ -16,6 +16,7 @@ mod prompt_args;
 mod quantize_command;
 mod tokenize_command;
 mod train_command;
+mod train_speed;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

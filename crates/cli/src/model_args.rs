@@ -190,8 +190,8 @@ pub(crate) struct PresetArgs {
 /// Choice of a trace file.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
-    /// Write a trace for Perfetto: all spans and memory readings, but kernels only of the first prefill and step; for
-    /// all kernels use `flashover profile --trace`
+    /// Write a trace for Perfetto: all spans and memory readings, but kernels only of the first step and the first prefill, if
+    /// any; for all kernels use `flashover profile --trace`
     #[arg(long, value_name = "FILE")]
     profile_trace: Option<PathBuf>,
 }

@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::ValueEnum;
 use command::OutFile;
+use flashover::bench::trace::{Operator, Trace};
 use flashover::bench::{Ceilings, Profile, SpeedTest};
 use serde_json::json;
 
 use crate::interrupt;
 use crate::model_args::SubjectArgs;
+use crate::train_speed::{self, RecomputeArg, Steps, Train};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -25,6 +27,12 @@ pub(crate) struct Args {
     /// Sequences that run together
     #[arg(short = 'b', long, default_value_t = 1)]
     batch: usize,
+    /// Profile a training step, with -b sequences of -p tokens
+    #[arg(long, value_enum)]
+    train: Option<Train>,
+    /// With --train, activations that the backward pass recomputes
+    #[arg(long, value_enum, default_value = "nothing", requires = "train")]
+    recompute: RecomputeArg,
     /// Also write a trace of every span, kernel launch and memory reading, for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -44,6 +52,9 @@ enum Format {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.train.is_some() {
+        return run_steps(args);
+    }
     let test = SpeedTest {
         prompt: args.n_prompt,
         generated: args.n_gen,
@@ -70,6 +81,38 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(interrupt::check("stopped after all measurements")?)
 }
 
+/// Profiles a training step.
+fn run_steps(args: &Args) -> anyhow::Result<()> {
+    let Args { batch, n_prompt: context, recompute, .. } = *args;
+    let steps = Steps { batch, context, recompute: recompute.into() };
+    let file = args.trace.as_deref().map(OutFile::new).transpose()?;
+    let mut trainer = train_speed::trainer(&args.of, steps)?;
+    let ceilings = Ceilings::measure(trainer.engine())?;
+    let (wall_ns, trace) = train_speed::record(&mut trainer, steps)?;
+    let operators = trace.operators();
+    command::print(&match args.format {
+        Format::Md => {
+            let busy = trace.busy_ns() as f64 / wall_ns * 100.0;
+            let time = milliseconds(wall_ns as u64);
+            format!("a training step took {time} ms, {busy:.1}% of it in kernels\n")
+                + &operators_table(&operators, &trace, &ceilings)
+        }
+        Format::Json => {
+            let value = json!({
+                "wall_ns": wall_ns,
+                "untimed": trace.untimed,
+                "ceilings": ceilings,
+                "operators": operators,
+            });
+            serde_json::to_string_pretty(&value)? + "\n"
+        }
+    })?;
+    if let Some(file) = file {
+        file.write(trace.chrome(&trainer.engine().device().profile().name).as_bytes())?;
+    }
+    Ok(())
+}
+
 fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     let SpeedTest { prompt, generated, .. } = profile.test;
     let mut out = format!(
@@ -77,8 +120,39 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
         milliseconds(profile.wall_ns as u64),
         profile.busy() * 100.0
     );
-    if profile.trace.untimed > 0 {
-        out += &format!("{} launches were not timed\n", profile.trace.untimed);
+    out += &operators_table(&profile.operators, &profile.trace, ceilings);
+    let percent = |share: f64| format!("{:.1}%", share * 100.0);
+    out += "\n| part | forwards | launches | total ms | share | weights MiB | KV cache MiB |\n\
+            | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+    let mib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
+    let memory = profile.memory;
+    for layer in &profile.layers {
+        out += &format!(
+            "| {} | {} | {} | {} | {} | {} | {} |\n",
+            layer.name,
+            layer.passes,
+            layer.launches,
+            milliseconds(layer.total_ns),
+            percent(layer.share),
+            mib(layer.weight_bytes),
+            mib(layer.cache_bytes),
+        );
+    }
+    out += &format!(
+        "\nmemory: {} MiB in use of {} MiB reserved, {} free; peak {} MiB\n",
+        mib(memory.used_bytes),
+        mib(memory.reserved_bytes),
+        percent(memory.fragmentation()),
+        mib(memory.peak_bytes)
+    );
+    out
+}
+
+/// Formats the time of each operator.
+fn operators_table(operators: &[Operator], trace: &Trace, ceilings: &Ceilings) -> String {
+    let mut out = String::new();
+    if trace.untimed > 0 {
+        out += &format!("{} launches were not timed\n", trace.untimed);
     }
     out += "\n| operator | calls | launches | total ms | mean us | share | TFLOP/s | GB/s | of ceiling |\n\
             | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
@@ -86,7 +160,7 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
     let percent = |share: Option<f64>| {
         share.map_or_else(String::new, |share| format!("{:.1}%", share * 100.0))
     };
-    for operator in &profile.operators {
+    for operator in operators {
         out += &format!(
             "| {} | {} | {} | {} | {:.1} | {} | {} | {} | {} |\n",
             operator.name,
@@ -100,29 +174,6 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
             percent(operator.share_of_ceiling(ceilings.gflops, ceilings.gbps)),
         );
     }
-    out += "\n| part | forwards | launches | total ms | share | weights MiB | KV cache MiB |\n\
-            | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
-    let mib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
-    let memory = profile.memory;
-    for layer in &profile.layers {
-        out += &format!(
-            "| {} | {} | {} | {} | {} | {} | {} |\n",
-            layer.name,
-            layer.passes,
-            layer.launches,
-            milliseconds(layer.total_ns),
-            percent(Some(layer.share)),
-            mib(layer.weight_bytes),
-            mib(layer.cache_bytes),
-        );
-    }
-    out += &format!(
-        "\nmemory: {} MiB in use of {} MiB reserved, {} free; peak {} MiB\n",
-        mib(memory.used_bytes),
-        mib(memory.reserved_bytes),
-        percent(Some(memory.fragmentation())),
-        mib(memory.peak_bytes)
-    );
     out
 }
 

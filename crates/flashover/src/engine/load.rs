@@ -123,7 +123,7 @@ impl Engine {
     }
 
     /// Checks the allocations of a loaded engine, and frees the memory that only loading needed.
-    fn finish_loading(loaded: Inner) -> Result<Self, LoadError> {
+    pub(super) fn finish_loading(loaded: Inner) -> Result<Self, LoadError> {
         let engine = Self(Arc::new(loaded));
         let allocated = engine.decoder().check_allocation();
         allocated.map_err(|why| engine.allocation_error::<LoadError>(why))?;
@@ -133,7 +133,7 @@ impl Engine {
 }
 
 /// Returns the context with the known configs of `device`.
-fn known_configs(device: &Device, options: &EngineOptions) -> Result<Ctx, LoadError> {
+pub(super) fn known_configs(device: &Device, options: &EngineOptions) -> Result<Ctx, LoadError> {
     let ctx = context(device, options.policy.unwrap_or(tune::Policy::Default))?;
     log_warnings(&ctx);
     Ok(ctx)

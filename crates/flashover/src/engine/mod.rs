@@ -23,6 +23,7 @@ mod sampler;
 mod sampling;
 mod session;
 mod text;
+mod trainable;
 
 use std::fmt;
 use std::path::Path;
@@ -50,6 +51,8 @@ pub use request::{FinishReason, Request};
 pub use sampling::{Sampling, Token};
 pub use session::{Session, Tokens};
 pub use text::TextStream;
+pub use trainable::Start;
+pub(crate) use trainable::Trainable;
 
 /// A model on a device. Clones share it.
 ///

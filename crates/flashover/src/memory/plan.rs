@@ -157,7 +157,7 @@ impl Plan {
             _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
         };
         match training.recompute {
-            Recompute::Nothing => {
+            Recompute::Nothing | Recompute::Norms => {
                 format!("{fitting}; `Recompute::Layers` (no --keep-activations) takes less")
             }
             Recompute::Layers => fitting,

@@ -1,10 +1,11 @@
 //! Speed of training.
 
-use models::{Example, LoraOptions, Param, Recompute, Slot};
+use models::{DecoderConfig, Example, LoraOptions, Param, Recompute, Slot};
 use serde::Serialize;
 use tune::timing::Stopwatch;
 
 use super::error::TrainError;
+use super::full::FullTrainer;
 use super::{TrainOptions, Trainer};
 use crate::engine::Engine;
 
@@ -27,8 +28,8 @@ pub struct TrainSpeed {
     /// Nanoseconds of each step on the host's clock: from tokens on the host to the loss on the host, with the update
     /// of the values launched.
     pub samples_ns: Vec<f64>,
-    /// Operations per step in matmuls with frozen matrices, forward and backward. A multiply-add counts as two.
-    /// Recomputed matmuls and those of the adapter do not count.
+    /// Operations per step that the model needs, forward and backward. A multiply-add counts as two. Recomputed matmuls and
+    /// those of an adapter do not count; for all weights, half of the scores count, as a causal model needs them.
     pub flops: u64,
 }
 
@@ -46,22 +47,70 @@ impl Engine {
         let lora = LoraOptions { rank, alpha: 2.0 * rank as f64, ..LoraOptions::default() };
         let options = TrainOptions { lora, recompute, ..TrainOptions::default() };
         let mut trainer = Trainer::new(self.clone(), options)?;
+        let samples_ns = self
+            .timed([batch, context], repetitions, |examples| trainer.step(&[examples]).map(drop))?;
+        let (layers, head) = matrices(self.config());
+        Ok(TrainSpeed { samples_ns, flops: 4 * (layers + head) * (batch * context) as u64 })
+    }
+
+    fn timed(
+        &self,
+        [batch, context]: [usize; 2],
+        repetitions: usize,
+        mut step: impl FnMut(Vec<Example>) -> Result<(), TrainError>,
+    ) -> Result<Vec<f64>, TrainError> {
         let example = |seed| Example { tokens: self.some_tokens(seed, context), from: 0 };
         let mut samples_ns = Vec::new();
-        for step in 0..2 + repetitions {
-            let examples = (0..batch).map(|at| example(step * batch + at)).collect();
+        for at in 0..2 + repetitions {
+            let examples = (0..batch).map(|own| example(at * batch + own)).collect();
             let begin = Stopwatch::start();
-            trainer.step(&[examples])?;
-            if step > 1 {
+            step(examples)?;
+            if at > 1 {
                 samples_ns.push(begin.elapsed().as_nanos() as f64);
             }
         }
-        let config = self.config();
-        let matrix =
-            |param: &Param| matches!(param.slot, Slot::Layer(..)) && param.shape.len() == 2;
-        let values = |param: &Param| param.shape.iter().product::<usize>() as u64;
-        let layers: u64 = config.params().iter().filter(|own| matrix(own)).map(values).sum();
-        let head = (config.vocab * config.hidden) as u64;
-        Ok(TrainSpeed { samples_ns, flops: 4 * (layers + head) * (batch * context) as u64 })
+        Ok(samples_ns)
     }
+}
+
+impl FullTrainer {
+    /// Runs one step of `batch` sequences of `context` random tokens, and returns its nanoseconds on the host's clock.
+    ///
+    /// # Errors
+    /// The errors of [`FullTrainer::step`].
+    pub fn measure_one(&mut self, [batch, context]: [usize; 2]) -> Result<f64, TrainError> {
+        let engine = self.engine().clone();
+        let example = |seed| Example { tokens: engine.some_tokens(seed, context), from: 0 };
+        let examples = (0..batch).map(example).collect();
+        let begin = Stopwatch::start();
+        self.step(&[examples])?;
+        Ok(begin.elapsed().as_nanos() as f64)
+    }
+
+    /// Runs two steps of `batch` sequences of `context` random tokens as warm-up, then measures `repetitions` steps.
+    ///
+    /// # Errors
+    /// The errors of [`FullTrainer::step`].
+    pub fn measure(
+        &mut self,
+        [batch, context]: [usize; 2],
+        repetitions: usize,
+    ) -> Result<TrainSpeed, TrainError> {
+        let engine = self.engine().clone();
+        let samples_ns = engine
+            .timed([batch, context], repetitions, |examples| self.step(&[examples]).map(drop))?;
+        let config = engine.config();
+        let (layers, head) = matrices(config);
+        let attention = config.layers.len() * config.heads * config.head_dim * context;
+        let token = 6 * (layers + head) + 6 * attention as u64;
+        Ok(TrainSpeed { samples_ns, flops: token * (batch * context) as u64 })
+    }
+}
+
+/// Returns the elements of the layers' matrices, and those of the head.
+fn matrices(config: &DecoderConfig) -> (u64, u64) {
+    let matrix = |param: &Param| matches!(param.slot, Slot::Layer(..)) && param.shape.len() == 2;
+    let values = |param: &Param| param.shape.iter().product::<usize>() as u64;
+    let layers = config.params().iter().filter(|own| matrix(own)).map(values).sum();
+    (layers, (config.vocab * config.hidden) as u64)
 }

@@ -7,6 +7,7 @@
 
 mod data;
 mod error;
+mod full;
 mod measure;
 mod schedule;
 
@@ -22,10 +23,13 @@ use crate::device_error::{DeviceError, check_free};
 use crate::engine::Engine;
 use crate::memory::{Grant, Plan, PlanError};
 
+pub use crate::engine::Start;
 pub use data::{Dataset, DatasetError};
 pub use error::TrainError;
+pub use full::{FullOptions, FullTrainer};
 pub use measure::{TrainSpeed, TrainTest};
-pub use models::{Adapter, Example, LoraOptions, Recompute, Training};
+pub use models::{AdamWOptions, Adapter, Example, LoraOptions, Recompute, Training};
+pub use ops::training::Moments;
 use schedule::LossScale;
 pub use schedule::Schedule;
 
@@ -115,6 +119,9 @@ impl Trainer {
         options: TrainOptions,
     ) -> Result<Self, TrainError> {
         options.check()?;
+        if adapter.dropout() > 0.0 {
+            log::warn!("lora_dropout {} of the adapter is ignored", adapter.dropout());
+        }
         let optimizer = AdamWConfig::new()
             .with_epsilon(1e-8)
             .with_weight_decay(options.weight_decay as f32)
@@ -318,7 +325,7 @@ impl Trainer {
     fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], TrainError> {
         let both = {
             let _stream_guard = ops::stream_guard();
-            let length = (gradient.clone() * gradient).sum().sqrt();
+            let length = square_sum(gradient).sqrt();
             Tensor::cat(vec![loss, length], 0).reshape([1, 2])
         };
         let both = self.engine.on_host(both)?;
@@ -401,6 +408,17 @@ impl StepSize {
         }
         self.batch = self.batch.max(examples);
     }
+}
+
+/// Returns Σ x², in two stages: some devices bound the iterations of a loop.
+fn square_sum(x: Tensor<1>) -> Tensor<1> {
+    const ROW: usize = 1024;
+    let [len] = x.dims();
+    let padding = Tensor::zeros([len.next_multiple_of(ROW) - len], &x.device());
+    let squares = x.clone() * x;
+    let squares =
+        if len.is_multiple_of(ROW) { squares } else { Tensor::cat(vec![squares, padding], 0) };
+    squares.reshape([len.div_ceil(ROW), ROW]).sum_dim(1).sum()
 }
 
 fn plus(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
