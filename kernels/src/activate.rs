@@ -1,6 +1,6 @@
 //! `h = activation(z) · up`, or `h = activation(z)` without a gate.
 //!
-//! z, up and h are `[rows, width]`, contiguous. It is the part of a matmul's epilogue that training runs apart, because the
+//! z and up are `[rows, width]` with a stride of their own, so that they may be halves of one matrix; h is contiguous. It is the part of a matmul's epilogue that training runs apart, because the
 //! gradients need z. Arithmetic is f32, rounded once.
 //!
 //! Cost: z and up once, h once. It is bound by memory.
@@ -24,8 +24,10 @@ pub struct Activate;
 /// Elements to activate. End with [`ActivateProblem::checked`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ActivateProblem {
-    /// Elements of each matrix.
-    pub len: u64,
+    pub rows: u32,
+    pub width: u32,
+    /// Elements from one row of z and up to the next.
+    pub stride: u32,
     /// Type of all matrices.
     pub dtype: DType,
     pub activation: Activation,
@@ -36,8 +38,10 @@ pub struct ActivateProblem {
 /// An invalid problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum InvalidActivate {
-    #[error("expected at least 1 element, got 0\nhint: skip an empty activation")]
-    Empty,
+    #[error("expected {axis} of at least 1, got 0\nhint: skip an empty activation")]
+    Empty { axis: &'static str },
+    #[error("expected a stride of at least the width {width}, got {stride}\nhint: pass whole rows")]
+    Stride { width: u32, stride: u32 },
     #[error("expected f32, f16 or bf16 matrices, got {0}\nhint: cast them")]
     DType(DType),
 }
@@ -48,15 +52,33 @@ impl ActivateProblem {
     /// # Errors
     /// See [`InvalidActivate`].
     pub fn checked(self) -> Result<Self, InvalidActivate> {
+        let Self { rows, width, stride, .. } = self;
+        for (axis, size) in [("rows", rows), ("width", width)] {
+            if size == 0 {
+                return Err(InvalidActivate::Empty { axis });
+            }
+        }
+        if stride < width {
+            return Err(InvalidActivate::Stride { width, stride });
+        }
         match self.dtype {
-            _ if self.len == 0 => Err(InvalidActivate::Empty),
             DType::F32 | DType::F16 | DType::Bf16 => Ok(self),
             other => Err(InvalidActivate::DType(other)),
         }
     }
 
+    /// Elements of h.
+    pub const fn elements(&self) -> usize {
+        self.rows as usize * self.width as usize
+    }
+
+    /// Elements from the first of z to the last.
+    pub const fn strided(&self) -> usize {
+        (self.rows as usize - 1) * self.stride as usize + self.width as usize
+    }
+
     fn vector(&self, arch: &ArchProfile) -> u32 {
-        vector(arch, self.dtype, |v| self.len.is_multiple_of(v.into()))
+        vector(arch, self.dtype, |v| self.width.is_multiple_of(v) && self.stride.is_multiple_of(v))
     }
 }
 
@@ -85,7 +107,7 @@ impl Kernel for Activate {
 
     fn bucket(p: &ActivateProblem) -> String {
         let gated = if p.gated { " gated" } else { "" };
-        format!("{} {}{gated} {}", p.dtype, p.activation.name(), p.len.next_power_of_two())
+        format!("{} {}{gated} {}", p.dtype, p.activation.name(), p.elements().next_power_of_two())
     }
 
     fn candidates(arch: &ArchProfile, p: &ActivateProblem) -> Vec<ActivateConfig> {
@@ -102,8 +124,8 @@ impl Kernel for Activate {
     }
 
     fn cost(p: &ActivateProblem) -> Cost {
-        let matrices = if p.gated { 3 } else { 2 };
-        Cost { flops: 10 * p.len, bytes: matrices * p.len * p.dtype.size() as u64 }
+        let (all, matrices) = (p.elements() as u64, if p.gated { 3 } else { 2 });
+        Cost { flops: 10 * all, bytes: matrices * all * p.dtype.size() as u64 }
     }
 
     fn baseline(arch: &ArchProfile, p: &ActivateProblem) -> Result<ActivateConfig, Infeasible> {
@@ -112,16 +134,16 @@ impl Kernel for Activate {
     }
 
     fn operands(queue: &Queue, p: &ActivateProblem, seed: u64) -> ActivateOperands {
-        let noise = |salt| crate::noise(queue, p.len as usize, p.dtype, 2 * seed + salt);
+        let noise = |salt| crate::noise(queue, p.strided(), p.dtype, 2 * seed + salt);
         ActivateOperands {
             z: noise(0),
             up: p.gated.then(|| noise(1)),
-            h: queue.empty((p.len as usize * p.dtype.size()).next_multiple_of(4)),
+            h: queue.empty((p.elements() * p.dtype.size()).next_multiple_of(4)),
         }
     }
 
     fn outputs(p: &ActivateProblem, operands: &ActivateOperands) -> Vec<Output> {
-        let (handle, len) = (operands.h.clone(), p.len as usize);
+        let (handle, len) = (operands.h.clone(), p.elements());
         vec![Output { handle, dtype: p.dtype, len, tolerance: rounding(p.dtype).max(1e-5) }]
     }
 
@@ -134,7 +156,7 @@ impl Kernel for Activate {
     ) {
         let arch = queue.profile();
         let vector = p.vector(arch) as usize;
-        let vectors = p.len as usize / vector;
+        let (vectors, strided) = (p.elements() / vector, p.strided() / vector);
         let cubes = crate::cubes(arch, vectors as u64, c.units);
         let plan =
             Plan { activation: p.activation, gated: p.gated, rounds: by_hand(arch, p.dtype) };
@@ -147,12 +169,14 @@ impl Kernel for Activate {
                 activate,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(c.units),
-                index_width(p.len),
+                index_width(p.strided().max(p.elements()) as u64),
                 vector,
-                BufferArg::from_raw_parts(operands.z.clone(), vectors),
-                BufferArg::from_raw_parts(up.clone(), vectors),
+                BufferArg::from_raw_parts(operands.z.clone(), strided),
+                BufferArg::from_raw_parts(up.clone(), strided),
                 BufferArg::from_raw_parts(operands.h.clone(), vectors),
                 vectors,
+                p.width / vector as u32,
+                p.stride / vector as u32,
                 plan,
                 elem(p.dtype),
             );
@@ -171,19 +195,22 @@ struct Plan {
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn activate<F: Float, N: Size>(
-    z: &[Vector<F, N>],
-    up: &[Vector<F, N>],
-    h: &mut [Vector<F, N>],
+    z: &[Vector<F, N>],     // [rows, stride]
+    up: &[Vector<F, N>],    // [rows, stride]
+    h: &mut [Vector<F, N>], // [rows, width]
     vectors: usize,
+    width: u32,
+    stride: u32,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
     let mut at = ABSOLUTE_POS;
     while at < vectors {
-        let value = z[at];
+        let place = at / width as usize * stride as usize + at % width as usize;
+        let value = z[place];
         let mut gate = Vector::<F, N>::new(F::from_int(1));
         if comptime!(plan.gated) {
-            gate = up[at];
+            gate = up[place];
         }
         let mut out = Vector::<F, N>::new(F::from_int(0));
         #[unroll]

@@ -30,10 +30,14 @@ impl KernelSuite for Activate {
 
     fn params(p: &ActivateProblem) -> Params {
         let mut all = params([
-            ("elements", p.len.into()),
+            ("rows", p.rows.into()),
+            ("width", p.width.into()),
             ("activation", p.activation.name().into()),
             ("dtype", p.dtype.name().into()),
         ]);
+        if p.stride != p.width {
+            all.insert("stride".to_owned(), p.stride.into());
+        }
         insert_rules(&mut all, p.gated.then_some("gated"));
         all
     }
@@ -45,9 +49,11 @@ impl KernelSuite for Activate {
     fn edge_cases(precision: Precision, _backend: Backend) -> Vec<EdgeCase> {
         let mut cases = Vec::new();
         for activation in Activation::ALL {
-            for len in [1, 35, 4096, 300_000] {
+            for (shape, stride) in [([1, 1], 1), ([7, 5], 9), ([32, 128], 256), ([300, 1000], 1000)]
+            {
                 for gated in [false, true] {
-                    let problem = problem(len, precision.storage(), activation, gated);
+                    let of = problem(shape, precision.storage(), activation, gated);
+                    let problem = ActivateProblem { stride, ..of };
                     cases.push(EdgeCase { problem, seed: 39_000 + cases.len() as u64 });
                 }
             }
@@ -56,7 +62,7 @@ impl KernelSuite for Activate {
     }
 
     fn config_cases(precision: Precision) -> Vec<EdgeCase> {
-        let problem = problem(9600, precision.storage(), Activation::Silu, true);
+        let problem = problem([100, 96], precision.storage(), Activation::Silu, true);
         vec![EdgeCase { problem, seed: 39_500 }]
     }
 
@@ -69,7 +75,7 @@ impl KernelSuite for Activate {
         let dtype = reference_dtype(p.dtype);
         // Values up to about 9, where activations are flat.
         let made = |salt, spread: f32| {
-            let normal = fill(2 * case.seed + salt, p.len as usize, Distribution::Normal);
+            let normal = fill(2 * case.seed + salt, p.strided(), Distribution::Normal);
             dtype.encode(&normal.iter().map(|x| x * spread).collect::<Vec<_>>())
         };
         let (z, up) = (made(0, 2.5), made(1, 1.0));
@@ -77,10 +83,10 @@ impl KernelSuite for Activate {
         let operands = ActivateOperands {
             z: upload(&z),
             up: p.gated.then(|| upload(&up)),
-            h: unwritten(device, p.len as usize * p.dtype.size()),
+            h: unwritten(device, p.elements() * p.dtype.size()),
         };
         launch_twice::<Self>(device, p, config, &operands, &[&operands.h])?;
-        let got = read(device, &operands.h, p.len as usize * p.dtype.size())?;
+        let got = read(device, &operands.h, p.elements() * p.dtype.size())?;
         verdict(p, &dtype.decode(&z)?, &dtype.decode(&up)?, &got)
     }
 
@@ -90,10 +96,10 @@ impl KernelSuite for Activate {
         operands: &ActivateOperands,
         _seed: u64,
     ) -> Result<Verdict, CheckError> {
-        let len = p.len as usize;
+        let len = p.strided();
         let z = values(device, &operands.z, len, p.dtype)?;
         let up = values(device, operands.up.as_ref().unwrap_or(&operands.z), len, p.dtype)?;
-        verdict(p, &z, &up, &read(device, &operands.h, len * p.dtype.size())?)
+        verdict(p, &z, &up, &read(device, &operands.h, p.elements() * p.dtype.size())?)
     }
 
     /// Feed-forward blocks of GPT-2 (32 sequences of 1024 tokens) and of an 8B model (2 of 2048).
@@ -103,10 +109,10 @@ impl KernelSuite for Activate {
         };
         match (suite, scale) {
             (Suite::Quick | Suite::Documents, _) => Vec::new(),
-            (_, Scale::Host) => vec![case(256 * 3072, DType::F32, Activation::GeluTanh, false)],
+            (_, Scale::Host) => vec![case([256, 3072], DType::F32, Activation::GeluTanh, false)],
             (_, Scale::Gpu) => vec![
-                case(32_768 * 3072, DType::Bf16, Activation::GeluTanh, false),
-                case(4096 * 14_336, DType::Bf16, Activation::Silu, true),
+                case([32_768, 3072], DType::Bf16, Activation::GeluTanh, false),
+                case([4096, 14_336], DType::Bf16, Activation::Silu, true),
             ],
         }
     }
@@ -118,7 +124,7 @@ impl KernelSuite for Activate {
     fn torch(p: &ActivateProblem) -> Option<Value> {
         Some(json!({
             "op": Self::NAME,
-            "elements": p.len,
+            "elements": p.elements(),
             "activation": p.activation.name(),
             "dtype": p.dtype.name(),
             "gated": p.gated,
@@ -126,38 +132,44 @@ impl KernelSuite for Activate {
     }
 
     fn instances() -> Vec<InstanceCase<ActivateProblem>> {
-        let case = |len, dtype, activation, gated| InstanceCase {
-            problem: problem(len, dtype, activation, gated),
+        let case = |shape, dtype, activation, gated| InstanceCase {
+            problem: problem(shape, dtype, activation, gated),
             max_candidates: usize::MAX,
             clean: usize::MAX,
         };
         vec![
-            case(4096 * 3072, DType::Bf16, Activation::GeluTanh, false),
-            case(4096 * 14_336, DType::Bf16, Activation::Silu, true),
-            case(4095, DType::F16, Activation::Gelu, true),
-            case(4096, DType::F32, Activation::Silu, false),
+            case([4096, 3072], DType::Bf16, Activation::GeluTanh, false),
+            case([4096, 14_336], DType::Bf16, Activation::Silu, true),
+            case([3, 1365], DType::F16, Activation::Gelu, true),
+            case([4, 1024], DType::F32, Activation::Silu, false),
         ]
     }
 }
 
-fn problem(len: u64, dtype: DType, activation: Activation, gated: bool) -> ActivateProblem {
-    ActivateProblem { len, dtype, activation, gated }.checked().expect("sizes are valid")
+fn problem(
+    [rows, width]: [u32; 2],
+    dtype: DType,
+    activation: Activation,
+    gated: bool,
+) -> ActivateProblem {
+    ActivateProblem { rows, width, stride: width, dtype, activation, gated }
+        .checked()
+        .expect("sizes are valid")
 }
 
 fn verdict(p: &ActivateProblem, z: &[f32], up: &[f32], got: &[u8]) -> Result<Verdict, CheckError> {
     let dtype = reference_dtype(p.dtype);
     let activation = reference_activation(p.activation);
-    let gate = |at: usize| if p.gated { up[at] } else { 1.0 };
-    let exact: Vec<f64> = z
-        .iter()
-        .enumerate()
-        .map(|(at, z)| activation.exact(f64::from(*z)) * f64::from(gate(at)))
+    let (width, stride) = (p.width as usize, p.stride as usize);
+    let place = |at: usize| at / width * stride + at % width;
+    let gate = |at: usize| if p.gated { up[place(at)] } else { 1.0 };
+    let all = 0..p.elements();
+    let exact: Vec<f64> = all
+        .clone()
+        .map(|at| activation.exact(f64::from(z[place(at)])) * f64::from(gate(at)))
         .collect();
-    let naive: Vec<f64> = z
-        .iter()
-        .enumerate()
-        .map(|(at, z)| dtype.round(f64::from(activation.naive(*z).0 * gate(at))))
-        .collect();
+    let naive = all.map(|at| dtype.round(f64::from(activation.naive(z[place(at)]).0 * gate(at))));
+    let naive: Vec<f64> = naive.collect();
     let comparison = compare(&dtype.decode(got)?, &exact, &naive, dtype)?;
     Ok(Verdict { comparison, digest: fnv1a(got) })
 }

@@ -112,7 +112,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     let forged = format!("{{\"a\\nhint: obey \\u202e\": 1, \"{}\": 2}}\n", "b".repeat(100_000));
     fs::write(path("forged.jsonl"), forged).expect("written");
     refused(&["--data", &path("forged.jsonl")], "fields (a\\nhint: obey \\u{202e}, bbb");
-    refused(&["--data", &path("forged.jsonl")], "characters more)) or values");
+    refused(&["--data", &path("forged.jsonl")], "characters more))");
     // The file itself was not fetched.
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9480648\n";
     for name in ["pointer.txt", "pointer.jsonl"] {

@@ -1,19 +1,21 @@
 //! Activations and their gradients.
 
 use burn::tensor::Tensor;
+use burn_cubecl::kernel::into_contiguous;
 use kernels::activate::{Activate, ActivateOperands, ActivateProblem};
 use kernels::activation_backward::{
     ActivationBackward, ActivationBackwardOperands, ActivationBackwardProblem,
 };
 
-use crate::call::{float_of, like, same_dtype, same_shape, size_of};
-use crate::cube::{dense, float, written};
+use crate::call::{empty_like, float_of, same_dtype, same_shape, size_of};
+use crate::cube::{cube, float, written};
+use crate::layout::rows_of;
 use crate::{Activation, Ctx, OpError};
 
 /// Computes `activation(z) · up`, or `activation(z)` without `up`.
 ///
 /// # Shapes
-/// All `[rows, width]`, of one dtype.
+/// All `[rows, width]`, of one dtype. z and up may be columns of one matrix.
 ///
 /// # Errors
 /// [`OpError::Shape`], [`OpError::DType`] for invalid operands; [`OpError::Device`], [`OpError::NoGradient`],
@@ -24,20 +26,28 @@ pub fn activate(
     up: Option<Tensor<2>>,
     activation: Activation,
 ) -> Result<Tensor<2>, OpError> {
+    let ([rows, width], dtype) = (z.dims(), z.dtype());
     if let Some(up) = &up {
-        same_shape("up", &up.dims(), &z.dims())?;
-        same_dtype("up", up.dtype(), z.dtype())?;
+        same_shape("up", &up.dims(), &[rows, width])?;
+        same_dtype("up", up.dtype(), dtype)?;
+    }
+    let (mut z, mut stride) = rows_of(cube(z)?);
+    let mut up = up.map(|up| Ok::<_, OpError>(rows_of(cube(up)?))).transpose()?;
+    if up.as_ref().is_some_and(|(_, own)| *own != stride) {
+        (z, stride) = (into_contiguous(z), width);
+        up = up.map(|(up, _)| (into_contiguous(up), width));
     }
     let problem = ActivateProblem {
-        len: z.dims().iter().product::<usize>() as u64,
-        dtype: float_of(z.dtype())?,
+        rows: size_of(rows)?,
+        width: size_of(width)?,
+        stride: size_of(stride)?,
+        dtype: float_of(dtype)?,
         activation,
         gated: up.is_some(),
     }
     .checked()?;
-    let z = dense(z)?;
-    let h = like(&z);
-    let up = up.map(dense).transpose()?.map(|up| up.handle);
+    let h = empty_like(&z, [rows, width], float_of(dtype)?);
+    let up = up.map(|(up, _)| up.handle);
     let operands = ActivateOperands { z: z.handle.clone(), up, h: h.handle.clone() };
     ctx.run::<Activate>(&z, &problem, &operands)?;
     Ok(float(h))
@@ -47,7 +57,8 @@ pub fn activate(
 /// becomes its gradient, up becomes its gradient.
 ///
 /// # Shapes
-/// All `[rows, width]`, dense, of one dtype.
+/// All `[rows, width]`, of one dtype. dh is dense; z and up have contiguous rows of one stride, so that they may be columns of one
+/// matrix.
 ///
 /// # Errors
 /// [`OpError::Shape`], [`OpError::DType`], [`OpError::Apart`] for invalid operands; [`OpError::Device`],
@@ -59,23 +70,37 @@ pub fn activation_backward(
     up: Option<&Tensor<2>>,
     activation: Activation,
 ) -> Result<(), OpError> {
-    let (shape, dtype) = (dh.dims(), dh.dtype());
+    let ([rows, width], dtype) = (dh.dims(), dh.dtype());
+    let dh = written("dh", dh, &[rows, width], dtype)?;
+    let in_place = |what, tensor: &Tensor<2>| {
+        same_shape(what, &tensor.dims(), &[rows, width])?;
+        same_dtype(what, tensor.dtype(), dtype)?;
+        let tensor = cube(tensor.clone())?;
+        let [down, across] = [0, 1].map(|axis: usize| tensor.meta.strides()[axis]);
+        let stride = if rows == 1 { width } else { down };
+        match (across == 1 || width == 1) && stride >= width {
+            true => Ok((tensor, stride)),
+            false => Err(OpError::Apart(what)),
+        }
+    };
+    let (z, stride) = in_place("z", z)?;
+    let up = up.map(|up| in_place("up", up)).transpose()?;
+    if up.as_ref().is_some_and(|(_, own)| *own != stride) {
+        return Err(OpError::Apart("up"));
+    }
     let problem = ActivationBackwardProblem {
-        rows: size_of(shape[0])?,
-        width: size_of(shape[1])?,
-        stride: size_of(shape[1])?,
+        rows: size_of(rows)?,
+        width: size_of(width)?,
+        stride: size_of(stride)?,
         dtype: float_of(dtype)?,
         activation,
         gated: up.is_some(),
     }
     .checked()?;
-    let dh = written("dh", dh, &shape, dtype)?;
-    let z = written("z", z, &shape, dtype)?;
-    let up = up.map(|up| written("up", up, &shape, dtype)).transpose()?;
     let operands = ActivationBackwardOperands {
         dh: dh.handle.clone(),
         z: z.handle,
-        up: up.map(|up| up.handle),
+        up: up.map(|(up, _)| up.handle),
     };
     ctx.run::<ActivationBackward>(&dh, &problem, &operands)
 }
