@@ -349,7 +349,7 @@ def activate(case, dtype):
     """Returns an activation with or without a gate, fused by torch.compile."""
     act = ACTIVATIONS[case["activation"]]
     made = [
-        [torch.randn(case["elements"], device="cuda", dtype=dtype) for _ in range(2 if case["gated"] else 1)]
+        [torch.randn(case["rows"], case["width"], device="cuda", dtype=dtype) for _ in range(2 if case["gated"] else 1)]
         for _ in range(case["sets"])
     ]
     turns = itertools.cycle(made)

@@ -6,8 +6,7 @@
 //! themselves, and [`nf4`] rounds decoded weights, which keeps bitsandbytes' bits. Matmuls and [`attention`]
 //! in bf16 through Vulkan are off by up to one unit in the last place, not half of one.
 
-pub mod activate;
-pub mod activation_backward;
+pub mod activation;
 pub mod attention;
 pub mod ceiling;
 pub mod column_sums;

@@ -1,8 +1,7 @@
 //! Errors of ops.
 
 use burn::tensor::DType;
-use kernels::activate::InvalidActivate;
-use kernels::activation_backward::InvalidActivationBackward;
+use kernels::activation::InvalidActivation;
 use kernels::attention::InvalidAttention;
 use kernels::attention::decode::InvalidDecode;
 use kernels::column_sums::InvalidColumnSums;
@@ -193,10 +192,7 @@ pub enum OpError {
     ColumnSums(#[from] InvalidColumnSums),
     /// An activation that is invalid.
     #[error(transparent)]
-    Activate(#[from] InvalidActivate),
-    /// Gradients of an activation that are invalid.
-    #[error(transparent)]
-    ActivationBackward(#[from] InvalidActivationBackward),
+    Activation(#[from] InvalidActivation),
     /// A gradient of an embedding that is invalid.
     #[error(transparent)]
     EmbedBackward(#[from] InvalidEmbedBackward),

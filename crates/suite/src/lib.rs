@@ -16,8 +16,7 @@ mod pairs;
 mod peers;
 mod verify;
 
-pub mod activate;
-pub mod activation_backward;
+pub mod activation;
 pub mod attention;
 pub mod attention_backward;
 pub mod column_sums;
@@ -63,8 +62,8 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::norm::Norm,
     &kernels::norm::backward::NormBackward,
     &kernels::column_sums::ColumnSums,
-    &kernels::activate::Activate,
-    &kernels::activation_backward::ActivationBackward,
+    &kernels::activation::Activate,
+    &kernels::activation::ActivationBackward,
     &kernels::embed::Embed,
     &kernels::embed_backward::EmbedBackward,
     &kernels::sample::Sample,

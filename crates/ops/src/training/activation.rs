@@ -1,10 +1,9 @@
 //! Activations and their gradients.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use burn_cubecl::kernel::into_contiguous;
-use kernels::activate::{Activate, ActivateOperands, ActivateProblem};
-use kernels::activation_backward::{
-    ActivationBackward, ActivationBackwardOperands, ActivationBackwardProblem,
+use kernels::activation::{
+    Activate, ActivateOperands, ActivationBackward, ActivationBackwardOperands, ActivationProblem,
 };
 
 use crate::call::{empty_like, float_of, same_dtype, same_shape, size_of};
@@ -37,15 +36,7 @@ pub fn activate(
         (z, stride) = (into_contiguous(z), width);
         up = up.map(|(up, _)| (into_contiguous(up), width));
     }
-    let problem = ActivateProblem {
-        rows: size_of(rows)?,
-        width: size_of(width)?,
-        stride: size_of(stride)?,
-        dtype: float_of(dtype)?,
-        activation,
-        gated: up.is_some(),
-    }
-    .checked()?;
+    let problem = problem([rows, width], stride, dtype, activation, up.is_some())?;
     let h = empty_like(&z, [rows, width], float_of(dtype)?);
     let up = up.map(|(up, _)| up.handle);
     let operands = ActivateOperands { z: z.handle.clone(), up, h: h.handle.clone() };
@@ -88,19 +79,23 @@ pub fn activation_backward(
     if up.as_ref().is_some_and(|(_, own)| *own != stride) {
         return Err(OpError::Apart("up"));
     }
-    let problem = ActivationBackwardProblem {
-        rows: size_of(rows)?,
-        width: size_of(width)?,
-        stride: size_of(stride)?,
-        dtype: float_of(dtype)?,
-        activation,
-        gated: up.is_some(),
-    }
-    .checked()?;
+    let problem = problem([rows, width], stride, dtype, activation, up.is_some())?;
     let operands = ActivationBackwardOperands {
         dh: dh.handle.clone(),
         z: z.handle,
         up: up.map(|(up, _)| up.handle),
     };
     ctx.run::<ActivationBackward>(&dh, &problem, &operands)
+}
+
+fn problem(
+    [rows, width]: [usize; 2],
+    stride: usize,
+    dtype: DType,
+    activation: Activation,
+    gated: bool,
+) -> Result<ActivationProblem, OpError> {
+    let [rows, width, stride] = [size_of(rows)?, size_of(width)?, size_of(stride)?];
+    let dtype = float_of(dtype)?;
+    Ok(ActivationProblem { rows, width, stride, dtype, activation, gated }.checked()?)
 }
