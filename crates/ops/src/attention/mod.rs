@@ -6,6 +6,7 @@
 //! quadratically. Only the gradient of a bias needs stored scores; it uses ordinary differentiable ops.
 
 mod memory;
+mod packing;
 mod stored;
 
 use arch::DType;
@@ -33,10 +34,12 @@ use tune::{Infeasible, Kernel};
 use crate::call::{
     Call, Optional, empty_like, float_of, like, on_cubecl, same_dtype, same_shape, size_of,
 };
-use crate::offsets::{checked_offsets, u32_buffer};
+use crate::offsets::u32_buffer;
 use crate::{Ctx, OpError};
 
 pub use memory::attention_memory;
+pub use packing::Packing;
+use packing::longest;
 
 /// Computes scaled dot-product attention. Groups of `heads / kv_heads` adjacent query heads share a head of k
 /// and v.
@@ -212,66 +215,6 @@ fn packed(
     packing.covers("queries", &packing.q, queries)?;
     packing.covers("keys", &packing.kv, k.dims()[2])?;
     attend(ctx, [q, k, v], None, None, Asked { options, packing: Some(packing.clone()), lse })
-}
-
-/// Offsets of packed sequences among the queries and among the keys.
-///
-/// ```
-/// use ops::Packing;
-///
-/// let packing = Packing::new(&[0, 3, 5], &[0, 7, 9])?; // 3 queries over 7 keys, and 2 over 2
-/// assert_eq!(packing.sequences(), 2);
-/// assert!(Packing::new(&[0, 5, 3], &[0, 7, 9]).is_err());
-/// # Ok::<(), ops::OpError>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Packing {
-    q: Vec<u32>,
-    kv: Vec<u32>,
-}
-
-impl Packing {
-    /// Creates a packing from cumulative offsets, one more than sequences. They start at 0, end at the number
-    /// of queries or keys, and never decrease. A sequence may be empty.
-    ///
-    /// # Errors
-    /// [`OpError::Offsets`].
-    pub fn new(q: &[u32], kv: &[u32]) -> Result<Self, OpError> {
-        checked_offsets("queries", q)?;
-        checked_offsets("keys", kv)?;
-        if q.len() != kv.len() {
-            let why = format!(
-                "got {} sequences, expected {} as in the offsets of queries",
-                kv.len() - 1,
-                q.len() - 1
-            );
-            return Err(OpError::Offsets { what: "keys", why });
-        }
-        Ok(Self { q: q.to_vec(), kv: kv.to_vec() })
-    }
-
-    /// Returns the number of sequences.
-    pub fn sequences(&self) -> usize {
-        self.q.len() - 1
-    }
-
-    fn covers(&self, what: &'static str, offsets: &[u32], have: usize) -> Result<(), OpError> {
-        match offsets.last() {
-            Some(last) if *last as usize == have => Ok(()),
-            last => {
-                let last = last.copied().unwrap_or_default();
-                Err(OpError::Offsets {
-                    what,
-                    why: format!("got {last} as the last offset, expected {have}"),
-                })
-            }
-        }
-    }
-}
-
-/// Returns the length of the longest sequence, at least 1: a problem has no empty axis.
-fn longest(offsets: &[u32]) -> u32 {
-    offsets.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default().max(1)
 }
 
 /// Request for a validated attention.
@@ -460,31 +403,8 @@ impl AttentionOps for CubeBackend {
         let scores = [mask.into_option(), bias.into_option()];
         let gradients = operands.each_ref().map(in_order_of);
         let forward = Launch::new(&operands, scores, &out, Some(&into_contiguous(lse)), &asked);
-        let launched = forward.and_then(|forward| {
-            let [dq, dk, dv] = gradients.each_ref().map(head_strides);
-            let problem =
-                BackwardProblem { forward: forward.problem, dout: head_strides(&dout), dq, dk, dv };
-            let problem = problem.checked()?;
-            let device = call.ctx.device(&dout.device)?;
-            let config = match asked.options.implementation {
-                None => call.ctx.config::<AttentionBackward>(&device, &problem)?,
-                Some(wanted) => wanted
-                    .backward_config(device.profile(), &problem)
-                    .map_err(|why| forced(wanted, &why))?,
-            };
-            let [dq, dk, dv] = gradients.each_ref().map(|t| t.handle.clone());
-            let operands =
-                BackwardOperands { forward: forward.operands, dout: dout.handle, dq, dk, dv };
-            let scratch = AttentionBackward::scratch(&device, &problem, &config);
-            call.ctx.launch::<AttentionBackward>(
-                &device,
-                &problem,
-                &config,
-                &operands,
-                scratch.as_ref(),
-            );
-            Ok(())
-        });
+        let launched = forward
+            .and_then(|forward| forward.gradients(&call.ctx, dout, gradients.each_ref(), &asked));
         if let Err(e) = launched {
             call.fail(e);
         }
@@ -548,6 +468,32 @@ impl Launch {
             }),
         };
         Ok(Self { problem, operands })
+    }
+
+    /// Enqueues the backward pass into `gradients`, whose head dimensions are contiguous.
+    pub(crate) fn gradients(
+        self,
+        ctx: &Ctx,
+        dout: CubeTensor,
+        gradients: [&CubeTensor; 3],
+        asked: &Asked,
+    ) -> Result<(), OpError> {
+        let [dq, dk, dv] = gradients.map(head_strides);
+        let problem =
+            BackwardProblem { forward: self.problem, dout: head_strides(&dout), dq, dk, dv };
+        let problem = problem.checked()?;
+        let device = ctx.device(&dout.device)?;
+        let config = match asked.options.implementation {
+            None => ctx.config::<AttentionBackward>(&device, &problem)?,
+            Some(wanted) => wanted
+                .backward_config(device.profile(), &problem)
+                .map_err(|why| forced(wanted, &why))?,
+        };
+        let [dq, dk, dv] = gradients.map(|gradient| gradient.handle.clone());
+        let operands = BackwardOperands { forward: self.operands, dout: dout.handle, dq, dk, dv };
+        let scratch = AttentionBackward::scratch(&device, &problem, &config);
+        ctx.launch::<AttentionBackward>(&device, &problem, &config, &operands, scratch.as_ref());
+        Ok(())
     }
 }
 

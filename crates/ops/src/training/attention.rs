@@ -1,9 +1,8 @@
 //! Gradients of attention, into given tensors.
 
 use burn::tensor::Tensor;
-use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 
-use crate::attention::{Asked, Launch, along_head_dim, head_strides};
+use crate::attention::{Asked, Launch, along_head_dim};
 use crate::call::{same_dtype, same_shape};
 use crate::cube::{cube, dense};
 use crate::{AttentionOptions, Ctx, OpError, Packing};
@@ -54,12 +53,6 @@ pub fn attention_backward(
     }
     let asked = Asked { options, packing: packing.cloned(), lse: true };
     let forward = Launch::new(&[q, k, v], [None, None], &out, Some(&dense(lse)?), &asked)?;
-    let [dq, dk, dv] = [0, 1, 2].map(|at: usize| head_strides(&written[at]));
-    let problem =
-        BackwardProblem { forward: forward.problem, dout: head_strides(&dout), dq, dk, dv };
-    let problem = problem.checked()?;
-    let [dq, dk, dv] = [0, 1, 2].map(|at: usize| written[at].handle.clone());
-    let operands =
-        BackwardOperands { forward: forward.operands, dout: dout.handle.clone(), dq, dk, dv };
-    ctx.run::<AttentionBackward>(&dout, &problem, &operands)
+    let [dq, dk, dv] = &written[..] else { unreachable!("three gradients") };
+    forward.gradients(ctx, dout, [dq, dk, dv], &asked)
 }
