@@ -347,26 +347,11 @@ fn measure(
         return Ok(());
     }
     // Runs the test once, so that memory for tuning and for earlier shapes is not counted.
-    match case.test {
-        Test::Train(test) => drop(engine.measure_training(test, 1)?),
-        Test::Full(..) => anyhow::bail!("{} needs its own weights", case.name()),
-        Test::Speed(test) => drop(engine.measure(test, 1)?),
-    }
+    timed(engine, case.test, 1)?;
     engine.clear_cache()?;
     let requests = case.op() == "request";
-    let (samples, flops, bytes, parts) = match case.test {
-        Test::Train(test) => {
-            let speed = engine.measure_training(test, REPETITIONS[0].into())?;
-            (speed.samples_ns, speed.flops, 0, 1.0)
-        }
-        Test::Full(..) => anyhow::bail!("{} needs its own weights", case.name()),
-        Test::Speed(test) => {
-            let speed = engine.measure(test, REPETITIONS[usize::from(requests)].into())?;
-            // Each generated token is a launch. A prompt is prefilled in one launch, and a request is timed as a whole.
-            let parts = if requests { 1.0 } else { test.generated.max(1) as f64 };
-            (speed.samples_ns, speed.flops, speed.bytes_per_step, parts)
-        }
-    };
+    let repetitions = REPETITIONS[usize::from(requests)].into();
+    let (samples, flops, bytes, parts) = timed(engine, case.test, repetitions)?;
     let samples: Vec<f64> = samples.iter().map(|ns| ns / parts).collect();
     let Some(Summary { median, p10, p90, p95, samples }) = Summary::from_samples(&samples) else {
         record.error = Some("the clock returned no finite time".to_owned());
@@ -387,6 +372,28 @@ fn measure(
     record.gbps = Some(record.bytes as f64 / median);
     record.set_share(card, &dtype);
     Ok(())
+}
+
+/// Runs a test, and returns its samples in nanoseconds, the operations and bytes of one, and the launches that it counts as.
+fn timed(
+    engine: &Engine,
+    test: Test,
+    repetitions: usize,
+) -> anyhow::Result<(Vec<f64>, u64, u64, f64)> {
+    Ok(match test {
+        Test::Full(..) => anyhow::bail!("training of all weights needs weights of its own"),
+        Test::Train(test) => {
+            let speed = engine.measure_training(test, repetitions)?;
+            (speed.samples_ns, speed.flops, 0, 1.0)
+        }
+        Test::Speed(test) => {
+            let speed = engine.measure(test, repetitions)?;
+            // Each generated token is a launch. A prompt is prefilled in one launch, and a request is timed as a whole.
+            let request = test.prompt > 0 && test.generated > 0;
+            let parts = if request { 1.0 } else { test.generated.max(1) as f64 };
+            (speed.samples_ns, speed.flops, speed.bytes_per_step, parts)
+        }
+    })
 }
 
 /// Difference between the logits of 24 tokens one at a time and all at once, relative to the largest logit.

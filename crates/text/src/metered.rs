@@ -335,11 +335,12 @@ fn write(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error
         steps.visit(value)?;
     }
     let mut written = Written { out, steps, refused: Ok(()) };
-    let float = value.kind() == ValueKind::Number && !value.is_integer();
-    let result = match f64::try_from(value.clone()) {
-        Ok(value) if float => written.write_str(&python::float(value)),
-        _ if escapes => write!(written, "{}", HtmlEscape(&value.to_string())),
-        _ => write!(written, "{value}"),
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    let float = is_float.then(|| f64::try_from(value.clone()).ok()).flatten();
+    let result = match float {
+        Some(float) => written.write_str(&python::float(float)),
+        None if escapes => write!(written, "{}", HtmlEscape(&value.to_string())),
+        None => write!(written, "{value}"),
     };
     written.refused?;
     result.map_err(Error::from)

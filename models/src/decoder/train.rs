@@ -34,7 +34,7 @@ pub enum Recompute {
     /// All activations of a layer except its input.
     #[default]
     Layers,
-    /// Results of norms and activations.
+    /// Results of norms. For an adapter the same as [`Recompute::Layers`].
     Norms,
     /// None: all graphs are kept, which takes more memory and saves a forward pass.
     Nothing,

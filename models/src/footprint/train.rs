@@ -30,8 +30,8 @@ impl Rows<'_> {
         let (x, inner) = (self.wide(self.hidden), self.wide(self.inner));
         let accumulated = if *accumulates { adapter } else { 0 };
         let (kept, graph) = match recompute {
-            Recompute::Layers => (trained_layers * x, self.saved() - x),
-            Recompute::Nothing | Recompute::Norms => (trained_layers * self.saved(), 0),
+            Recompute::Layers | Recompute::Norms => (trained_layers * x, self.saved() - x),
+            Recompute::Nothing => (trained_layers * self.saved(), 0),
         };
         let loss = kept + x + self.loss_bytes() + accumulated;
         // The gradient dequantises the weight for any number of rows.

@@ -157,10 +157,10 @@ impl Plan {
             _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
         };
         match training.recompute {
-            Recompute::Nothing | Recompute::Norms => {
+            Recompute::Nothing => {
                 format!("{fitting}; `Recompute::Layers` (no --keep-activations) takes less")
             }
-            Recompute::Layers => fitting,
+            Recompute::Layers | Recompute::Norms => fitting,
         }
     }
 

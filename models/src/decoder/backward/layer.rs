@@ -36,7 +36,7 @@ use crate::{DecoderConfig, Error, Recompute};
 
 /// Tensors of a layer that its gradients need.
 #[derive(Debug)]
-pub struct Kept {
+pub(super) struct Kept {
     x: Tensor<2>,
     /// None if the layer runs forward again.
     inner: Option<Inner>,
@@ -318,29 +318,25 @@ impl Pass<'_> {
         let DecoderConfig { heads: own, kv_heads, head_dim, .. } = self.decoder.config;
         let rows = da.dims()[0] * da.dims()[2];
         let empty = |width: usize| Tensor::<2>::empty([rows, width], (&da.device(), da.dtype()));
-        let [q, k, v] = self.ranges();
-        let dqkv = empty(v.end);
-        let ranges = [q.clone(), k.clone(), v];
-        let parts = ranges.clone().map(|range| shared_columns(&dqkv, range));
-        let [dq, dk, dv] = parts;
-        let shared = match (dq?, dk?, dv?) {
-            (Some(dq), Some(dk), Some(dv)) => Some([dq, dk, dv]),
-            _ => None,
-        };
+        let ranges = self.ranges();
+        let dqkv = empty(ranges[2].end);
+        let shared = ranges.iter().map(|range| shared_columns(&dqkv, range.clone()));
+        let shared: Option<Vec<_>> = shared.collect::<Result<_, _>>()?;
         let joined = shared.is_some();
-        let parts = shared.unwrap_or_else(|| ranges.map(|range| empty(range.len())));
-        let counts = [own, kv_heads, kv_heads];
-        let [dq, dk, dv] = [0, 1, 2].map(|at: usize| self.apart(parts[at].clone(), counts[at]));
+        let parts = shared
+            .unwrap_or_else(|| ranges.iter().map(|range| empty(range.len())).collect::<Vec<_>>());
+        let [dq, dk, dv] = [(0, own), (1, kv_heads), (2, kv_heads)]
+            .map(|(at, heads): (usize, usize)| self.apart(parts[at].clone(), heads));
         let into = [dq?, dk?, dv?];
         let options = self.attention_options(index);
         attention_backward(ctx, heads, None, forward, da.clone(), &into, options)?;
-        let dqkv = if joined { dqkv } else { Tensor::cat(parts.to_vec(), 1) };
+        let dqkv = if joined { dqkv } else { Tensor::cat(parts, 1) };
         self.decoder.paced(dqkv.clone())?;
+        self.rotate(index, &dqkv, own + kv_heads, true)?;
         let (Some(norms), Some(raw)) = (&self.weights(index).qk_norm, raw) else {
-            self.rotate(index, &dqkv, own + kv_heads, true)?;
             return Ok(dqkv);
         };
-        self.rotate(index, &dqkv, own + kv_heads, true)?;
+        let [q, k, v] = ranges;
         let through = |range: std::ops::Range<usize>, own: usize, norm: usize, part| {
             let shape = [rows * own, head_dim];
             let of = |all: &Tensor<2>| columns(all.clone(), range.clone());
@@ -349,10 +345,9 @@ impl Pass<'_> {
             let dx = self.norm_backward(&norms[norm], x, dout, None, slot, gradients)?;
             Ok::<_, Error>(dx.reshape([rows, own * head_dim]))
         };
-        let dq = through(q.clone(), own, 0, Part::QueryNorm)?;
-        let dk = through(k.clone(), kv_heads, 1, Part::KeyNorm)?;
-        let dv = columns(dqkv.clone(), k.end..dqkv.dims()[1])?;
-        Ok(Tensor::cat(vec![dq, dk, dv], 1))
+        let dq = through(q, own, 0, Part::QueryNorm)?;
+        let dk = through(k, kv_heads, 1, Part::KeyNorm)?;
+        Ok(Tensor::cat(vec![dq, dk, columns(dqkv, v)?], 1))
     }
 
     /// Returns residual + dout · W.

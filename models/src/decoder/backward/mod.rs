@@ -27,8 +27,6 @@ use super::{Decoder, rounded};
 use crate::names::{Side, Slot};
 use crate::{Error, Example, Parameters, Recompute};
 
-pub use layer::Kept;
-
 /// Gradients of all parameters in one buffer in f32, laid out by [`Parameters`]. Clones share the buffer.
 #[derive(Debug, Clone)]
 pub struct Gradients {
