@@ -73,6 +73,8 @@ impl ModelCase {
     fn params(&self) -> BTreeMap<String, Value> {
         let mut params = BTreeMap::new();
         let mut insert = |name: &str, value: usize| params.insert(name.to_owned(), value.into());
+        // Left out of the name if it is the usual level.
+        let mut recomputed: Option<Recompute> = None;
         let batch = match self.test {
             Test::Speed(SpeedTest { prompt, generated, depth, batch }) => {
                 // Tokens that the rate counts: for a request, the generated ones.
@@ -88,23 +90,18 @@ impl ModelCase {
             Test::Train(TrainTest { batch, context, rank, recompute }) => {
                 insert("tokens", context);
                 insert("rank", rank);
-                if recompute == Recompute::Nothing {
-                    params.insert("recompute".to_owned(), "nothing".into());
-                }
+                recomputed = (recompute != Recompute::Layers).then_some(recompute);
                 batch
             }
             Test::Full([batch, context], recompute) => {
                 insert("tokens", context);
-                match recompute {
-                    Recompute::Nothing => {}
-                    Recompute::Norms => drop(params.insert("recompute".to_owned(), "norms".into())),
-                    Recompute::Layers => {
-                        drop(params.insert("recompute".to_owned(), "layers".into()))
-                    }
-                }
+                recomputed = (recompute != Recompute::Nothing).then_some(recompute);
                 batch
             }
         };
+        if let Some(recompute) = recomputed {
+            params.insert("recompute".to_owned(), recompute.name().into());
+        }
         let (name, quant) = match &self.model {
             Model::Demo(_, quant) => ("demo", *quant),
             Model::Shape(name, compute, quant) => {
@@ -187,7 +184,9 @@ pub(crate) fn select(
             cases.push(train(shape, quant, 4, 512, Recompute::Layers));
         }
         cases.push(train(small, None, 4, 512, Recompute::Nothing));
-        cases.push(train(large, nf4, 2, 2048, Recompute::Layers));
+        for recompute in [Recompute::Layers, Recompute::FeedForward] {
+            cases.push(train(large, nf4, 2, 2048, recompute));
+        }
         cases.push(full("gpt2", 32, Recompute::Nothing));
         cases.push(full("gpt2", 32, Recompute::Layers));
     }

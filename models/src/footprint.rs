@@ -5,8 +5,7 @@
 //!                64, in 8 bits with an f32 absmax per row, or in 8 bits with an f16 scale per 32 values (Q8_0)
 //! kv_cache       2 · layers · kv_heads · head_dim · batch · context, in the compute dtype or in bytes with an f32
 //!                per position and head; RoPE tables; a bit per token of the vocabulary that occurred
-//! adapter        A and B of every factor, in f32
-//! optimizer      two moments per adapter value
+//! trained, gradients, optimizer    of training (`train.rs`)
 //! activations    peak of live bytes while rows pass the layers (`layers.rs`) or a step is trained (`train.rs`)
 //! workspace      a dense copy of the largest quantised weight, for prefill matmuls
 //! graph          all tensors of a captured decode step, which lie outside the pages of prompts
@@ -38,11 +37,13 @@ pub struct Footprint {
     pub weights: u128,
     /// Keys and values, tables of RoPE, and tokens that occurred.
     pub kv_cache: u128,
-    /// Values of a trained adapter.
-    pub adapter: u128,
-    /// Moments of AdamW.
+    /// Values of a trained adapter, or exact weights in f32 next to weights in 16 bits.
+    pub trained: u128,
+    /// Gradients of all trained values.
+    pub gradients: u128,
+    /// Moments of the optimizer.
     pub optimizer: u128,
-    /// Peak of live activations and gradients.
+    /// Peak of live activations.
     pub activations: u128,
     /// Dense copy of the largest quantised weight.
     pub workspace: u128,
@@ -99,7 +100,7 @@ impl Footprint {
 
     /// Returns the bytes that live as long as a session or a trainer.
     pub const fn kept(&self) -> u128 {
-        self.kv_cache + self.graph + self.adapter + self.optimizer
+        self.kv_cache + self.graph + self.trained + self.gradients + self.optimizer
     }
 
     /// Returns the bytes that are live only during a forward or backward pass.

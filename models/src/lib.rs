@@ -52,8 +52,8 @@ mod workload;
 
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Adaptation, Decoder, Example, FlatWeights, Gradients, KvCache, Learned, LoadOptions, Loading,
-    OnDevice, Recompute, file_dtype, on_device,
+    Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache, LoadOptions, Loading, OnDevice,
+    Recompute, Trained, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use footprint::{Footprint, KvFormat, ModelPrecision};
@@ -65,4 +65,4 @@ pub use optimizer::{AdamWOptions, LossScale, Optimizer};
 pub use parameters::{FlatTensor, Group, Parameters};
 pub use rope::{Rope, Scaling};
 pub use weights::{Stored, Weights};
-pub use workload::{Training, Workload};
+pub use workload::{Training, Trains, Workload};

@@ -497,7 +497,7 @@ impl DecoderConfig {
     }
 
     /// Returns the block of a matrix, and its first row there; a norm has no block.
-    fn block(&self, part: Part) -> Option<(Block, usize)> {
+    pub(crate) fn block(&self, part: Part) -> Option<(Block, usize)> {
         let [q, kv] = self.qkv_rows();
         Some(match part {
             Part::Query => (Block::Qkv, 0),

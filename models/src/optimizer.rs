@@ -1,4 +1,4 @@
-//! AdamW over the flat weights of a model, with its state on the device.
+//! AdamW over all weights of a model or an adapter, with its state on the device.
 //!
 //! ```text
 //! control: norm of the gradient, factor of clipping and of the loss scale, whether it is finite       one launch
@@ -7,7 +7,9 @@
 //!
 //! No step waits for the host: a gradient that is not finite changes nothing, and halves the loss scale if that adapts.
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use std::ops::Range;
+
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use ops::Ctx;
 use ops::training::{
     AdamWState, BLOCK, BlockScales, Control, Moments, Scalars, StepRules, adamw, control,
@@ -15,7 +17,7 @@ use ops::training::{
 };
 
 use crate::Error;
-use crate::decoder::{FlatWeights, Gradients};
+use crate::decoder::{FlatWeights, Gradients, Trained, zeros};
 use crate::parameters::Group;
 
 /// Hyperparameters of AdamW.
@@ -66,31 +68,31 @@ pub enum LossScale {
 #[derive(Debug, Clone)]
 pub struct Optimizer {
     options: AdamWOptions,
-    groups: Vec<(Group, std::ops::Range<usize>, AdamWState)>,
+    groups: Vec<(Group, Range<usize>, AdamWState)>,
     control: Tensor<1>,
     growth_interval: Option<u32>,
 }
 
 impl Optimizer {
-    /// Creates moments of 0 for `weights`. If `master` is given, it holds the exact weights, and `weights` their rounded copies.
+    /// Creates moments of 0. If `master` is given, it holds the exact weights, and `trained` their rounded copies.
     ///
     /// # Errors
     /// [`Error::Op`] for a device without kernels.
     pub fn new(
-        weights: &FlatWeights,
+        trained: Trained<'_>,
         master: Option<&FlatWeights>,
         options: AdamWOptions,
         scale: LossScale,
     ) -> Result<Self, Error> {
-        let device = weights.values().device();
-        let group = |(group, range): &(Group, std::ops::Range<usize>)| {
+        let device = trained.values().device();
+        let group = |(group, range): (Group, Range<usize>)| {
             let len = range.len();
-            let own = |flat: &FlatWeights| ops::view(flat.values(), range.start, [len]);
+            let own = |values: &Tensor<1>| ops::view(values, range.start, [len]);
             let eight = options.moments == Moments::Int8 && !group.exact;
             let (words, dtype) = match options.moments {
-                Moments::Int8 if eight => (len / 4, DType::F32),
-                Moments::Bf16 => (len, DType::BF16),
-                _ => (len, DType::F32),
+                Moments::Int8 if eight => (len / 4, FloatDType::F32),
+                Moments::Bf16 => (len, FloatDType::BF16),
+                _ => (len, FloatDType::F32),
             };
             let zeros = |words: usize| zeros(words, dtype, &device);
             let scales = || BlockScales {
@@ -98,15 +100,15 @@ impl Optimizer {
                 maps: upload([signed_map(), unsigned_map()].concat(), &device),
             };
             let state = AdamWState {
-                weights: own(weights)?,
-                master: master.map(own).transpose()?,
+                weights: own(trained.values())?,
+                master: master.map(FlatWeights::values).map(own).transpose()?,
                 m: zeros(words),
                 v: zeros(words),
                 scales: eight.then(scales),
             };
-            Ok::<_, Error>((*group, range.clone(), state))
+            Ok::<_, Error>((group, range.clone(), state))
         };
-        let groups = weights.parameters().groups().iter().map(group).collect::<Result<_, _>>()?;
+        let groups = trained.groups().into_iter().map(group).collect::<Result<_, _>>()?;
         let (start, growth_interval) = match scale {
             LossScale::One => (1.0, None),
             LossScale::Adaptive => (65_536.0, Some(2000)),
@@ -150,10 +152,6 @@ impl Optimizer {
         }
         Ok(())
     }
-}
-
-fn zeros(len: usize, dtype: DType, device: &Device) -> Tensor<1> {
-    device.memory_persistent_allocations((), move |()| Tensor::<1>::zeros([len], (device, dtype)))
 }
 
 fn upload(values: Vec<f32>, device: &Device) -> Tensor<1> {

@@ -3,6 +3,8 @@
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
+use ops::training::Moments;
+
 use crate::{LoraOptions, Recompute};
 
 /// The largest request that a model must serve at once.
@@ -15,19 +17,37 @@ pub struct Workload {
     /// Number of positions, over all sequences, without memory of their own: sequences share whole pages of a
     /// prompt.
     pub shared: usize,
-    /// Training of an adapter; none for generation.
+    /// Training; none for generation.
     pub training: Option<Training>,
 }
 
-/// Training of an adapter.
+/// Training of a model.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Training {
-    /// Modules and rank of the adapter.
-    pub lora: LoraOptions,
-    /// True if a step accumulates the gradients of several batches.
-    pub accumulates: bool,
+    /// Values that training changes.
+    pub trains: Trains,
     /// Activations that the backward pass recomputes.
     pub recompute: Recompute,
+}
+
+/// Values that training changes.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Trains {
+    /// An adapter of a frozen model.
+    Adapter(LoraOptions),
+    /// All weights.
+    Weights {
+        /// True to keep exact weights in f32 next to weights in 16 bits.
+        master: bool,
+        /// Storage of the moments.
+        moments: Moments,
+    },
+}
+
+impl Default for Trains {
+    fn default() -> Self {
+        Self::Adapter(LoraOptions::default())
+    }
 }
 
 impl Workload {
@@ -46,13 +66,7 @@ impl Serialize for Workload {
         match &self.training {
             None => map.serialize_entry("shared", &self.shared)?,
             Some(training) => {
-                let recompute = match training.recompute {
-                    Recompute::Layers => "layers",
-                    Recompute::Norms => "norms",
-                    Recompute::Nothing => "nothing",
-                };
-                map.serialize_entry("accumulates", &training.accumulates)?;
-                map.serialize_entry("recompute", recompute)?;
+                map.serialize_entry("recompute", training.recompute.name())?;
             }
         }
         map.end()

@@ -151,8 +151,8 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.train.is_some() {
-        return run_steps(args);
+    if let Some(train) = args.train {
+        return run_steps(args, train);
     }
     let tests = tests(args);
     if tests.is_empty() {
@@ -213,11 +213,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Measures training steps.
-fn run_steps(args: &Args) -> anyhow::Result<()> {
+fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for batch in &args.batch.0 {
-        let steps =
-            Steps { batch: *batch, context: args.context, recompute: args.recompute.into() };
+        let (context, recompute) = (args.context, args.recompute.into());
+        let steps = Steps { train, batch: *batch, context, recompute };
         let row = train_speed::bench(&args.of, steps, args.repetitions.into())?;
         match args.format {
             Format::Md => command::print(&train_speed::table(&row))?,

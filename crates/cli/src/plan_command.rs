@@ -3,11 +3,12 @@
 use anyhow::bail;
 use clap::ValueEnum;
 use flashover::memory::{Plan, PlanError, Preset, Workload};
-use flashover::train::{Recompute, Training};
+use flashover::train::{Training, Trains};
 use flashover::{EngineOptions, LoadError};
 
 use crate::model_args::{SubjectArgs, choice};
 use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
+use crate::train_speed::RecomputeArg;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -25,12 +26,9 @@ pub(crate) struct Args {
     /// Plan for training instead of generation
     #[arg(long, value_enum)]
     train: Option<Train>,
-    /// With --train, plan for gradients accumulated over several batches per step
-    #[arg(long, requires = "train")]
-    accumulate: bool,
-    /// With --train, keep activations instead of recomputing them in the backward pass
-    #[arg(long, requires = "train")]
-    keep_activations: bool,
+    /// With --train, activations that the backward pass recomputes
+    #[arg(long, value_enum, default_value = "layers", requires = "train")]
+    recompute: RecomputeArg,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
@@ -71,11 +69,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "preset {other} is not for training\nhint: use --preset training, or leave out --train"
         );
     }
-    let recompute = if args.keep_activations { Recompute::Nothing } else { Recompute::Layers };
     let training = trains.then(|| Training {
-        lora: args.lora.options(),
-        accumulates: args.accumulate,
-        recompute,
+        trains: Trains::Adapter(args.lora.options()),
+        recompute: args.recompute.into(),
     });
     let usual = if trains { USUAL_TO_TRAIN } else { USUAL };
     let plan = planned(args, &options, usual, |options, workload| {
@@ -131,9 +127,10 @@ fn table(plan: &Plan) -> String {
         ("batch", workload.batch.to_string()),
         ("context", workload.context.to_string()),
     ];
-    lines.extend(workload.training.as_ref().map(|own| ("rank", own.lora.rank.to_string())));
-    let short = |name: &'static str| name.trim_end_matches(" and gradients");
-    lines.extend(plan.parts().map(|(name, part)| (short(name), bytes(part))));
+    if let Some(Training { trains: Trains::Adapter(lora), .. }) = &workload.training {
+        lines.push(("rank", lora.rank.to_string()));
+    }
+    lines.extend(plan.parts().into_iter().map(|(name, part)| (name, bytes(part))));
     lines.push(("total", bytes(plan.peak_bytes())));
     lines.extend(plan.total_bytes.map(|total| ("device memory", bytes(total))));
     lines.push(("reserve", bytes(plan.reserve_bytes)));

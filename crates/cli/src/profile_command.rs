@@ -52,8 +52,8 @@ enum Format {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.train.is_some() {
-        return run_steps(args);
+    if let Some(train) = args.train {
+        return run_steps(args, train);
     }
     let test = SpeedTest {
         prompt: args.n_prompt,
@@ -82,9 +82,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Profiles a training step.
-fn run_steps(args: &Args) -> anyhow::Result<()> {
+fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
     let Args { batch, n_prompt: context, recompute, .. } = *args;
-    let steps = Steps { batch, context, recompute: recompute.into() };
+    let steps = Steps { train, batch, context, recompute: recompute.into() };
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let mut trainer = train_speed::trainer(&args.of, steps)?;
     let ceilings = Ceilings::measure(trainer.engine())?;

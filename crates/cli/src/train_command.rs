@@ -8,8 +8,8 @@ use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::memory::{Chosen, Preset, Workload};
 use flashover::train::{
-    Adapter, Dataset, LoraOptions, Recompute, Schedule, StepMetrics, TrainError, TrainOptions,
-    Trainer, Training,
+    AdamWOptions, Adapter, Dataset, LoraOptions, Schedule, StepMetrics, TrainError, TrainOptions,
+    Trainer, Training, Trains,
 };
 use flashover::{EngineOptions, KvFormat};
 use report::TrainingStep;
@@ -17,6 +17,7 @@ use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
 use crate::model_args::{ModelArgs, TraceArgs, Tracing, all_spared, choice, loaded};
+use crate::train_speed::RecomputeArg;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -85,9 +86,9 @@ struct TrainingArgs {
     /// Random seed of the adapter's initial values and of the order of examples
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Keep activations instead of recomputing them in the backward pass: faster, but more memory
-    #[arg(long)]
-    keep_activations: bool,
+    /// Activations that the backward pass recomputes: fewer take more memory and less time
+    #[arg(long, value_enum, default_value = "layers")]
+    recompute: RecomputeArg,
 }
 
 /// Help of `--kv-cache`: it is an option of the model, but training refuses it.
@@ -176,14 +177,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     let accumulate = args.training.accumulate as usize;
-    let recompute =
-        if args.training.keep_activations { Recompute::Nothing } else { Recompute::Layers };
+    let recompute = args.training.recompute.into();
     let lora = match &adapter {
         Some(adapter) => adapter.options().clone(),
         None => args.lora.options(),
     };
     let device = args.model.device()?;
-    let training = Some(Training { lora: lora.clone(), accumulates: accumulate > 1, recompute });
+    let training = Some(Training { trains: Trains::Adapter(lora.clone()), recompute });
     let workload =
         |batch, context| Workload { training: training.clone(), ..Workload::new(batch, context) };
     let plan = |load: &EngineOptions, workload| folder.plan(device.profile(), load, workload);
@@ -230,8 +230,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             warmup: args.training.warmup as usize,
             cosine: args.training.cosine.then_some(steps),
         },
-        weight_decay: args.training.weight_decay,
-        max_grad_norm: (args.training.max_grad_norm > 0.0).then_some(args.training.max_grad_norm),
+        optimizer: AdamWOptions {
+            weight_decay: args.training.weight_decay,
+            max_grad_norm: (args.training.max_grad_norm > 0.0)
+                .then_some(args.training.max_grad_norm),
+            ..TrainOptions::default().optimizer
+        },
         seed: args.training.seed,
         recompute,
     };
@@ -266,7 +270,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "note: training continues from the adapter; AdamW and the schedule start from their beginning"
         );
     }
-    trainer.reserve(workload)?;
+    trainer.reserve(&workload)?;
     command::note!(
         "{}, {} of them cut, {} left out; {}, batches of {}{}",
         command::count(data.examples.len(), "example"),

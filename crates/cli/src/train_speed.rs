@@ -1,9 +1,9 @@
-//! `flashover bench --train full` and `flashover profile --train full`: steps on all weights of a model.
+//! `flashover bench --train` and `flashover profile --train`: training steps.
 
 use clap::ValueEnum;
 use flashover::bench::trace::{Recording, Trace};
 use flashover::bench::{Ceilings, TrainSpeed};
-use flashover::train::{FullOptions, FullTrainer, Recompute, Start, Trainer};
+use flashover::train::{FullOptions, Recompute, Start, TrainOptions, Trainer};
 use serde::Serialize;
 
 use crate::model_args::{Subject, SubjectArgs};
@@ -13,11 +13,14 @@ use crate::model_args::{Subject, SubjectArgs};
 pub(crate) enum Train {
     /// All weights
     Full,
+    /// A LoRA adapter of rank 16 of all matrices of the layers
+    Lora,
 }
 
 /// Steps to measure.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Steps {
+    pub(crate) train: Train,
     pub(crate) batch: usize,
     pub(crate) context: usize,
     pub(crate) recompute: Recompute,
@@ -30,6 +33,8 @@ pub(crate) enum RecomputeArg {
     Nothing,
     /// Results of norms
     Norms,
+    /// Results of norms, and activations inside of feed-forward blocks
+    FeedForward,
     /// All of a layer except its input
     Layers,
 }
@@ -39,6 +44,7 @@ impl From<RecomputeArg> for Recompute {
         match arg {
             RecomputeArg::Nothing => Self::Nothing,
             RecomputeArg::Norms => Self::Norms,
+            RecomputeArg::FeedForward => Self::FeedForward,
             RecomputeArg::Layers => Self::Layers,
         }
     }
@@ -63,13 +69,17 @@ pub(crate) struct Row {
 }
 
 /// Loads a model for training, with new weights for a shape.
-pub(crate) fn trainer(of: &SubjectArgs, steps: Steps) -> anyhow::Result<FullTrainer> {
-    let device = of.load.open()?;
+pub(crate) fn trainer(of: &SubjectArgs, steps: Steps) -> anyhow::Result<Trainer> {
+    let (device, recompute) = (of.load.open()?, steps.recompute);
+    if matches!(steps.train, Train::Lora) {
+        let options = TrainOptions { recompute, ..TrainOptions::default() };
+        return Ok(Trainer::new(of.engine(&device, None)?, options)?);
+    }
     let start = match of.subject()? {
         Subject::Folder(folder) => Start::Folder(Box::new(of.load.folder(&folder)?)),
         Subject::Shape(shape) => Start::Scratch { shape: shape.to_owned(), seed: 0 },
     };
-    let options = FullOptions { recompute: steps.recompute, ..FullOptions::default() };
+    let options = FullOptions { recompute, ..FullOptions::default() };
     Ok(Trainer::full(&device, start, &of.load.options(), options)?)
 }
 
@@ -78,7 +88,7 @@ pub(crate) fn bench(of: &SubjectArgs, steps: Steps, repetitions: usize) -> anyho
     let mut trainer = trainer(of, steps)?;
     let ceilings = Ceilings::measure(trainer.engine())?;
     trainer.engine().clear_cache()?;
-    let Steps { batch, context, recompute } = steps;
+    let Steps { batch, context, recompute, .. } = steps;
     let TrainSpeed { samples_ns, flops } = trainer.measure([batch, context], repetitions)?;
     let mut sorted = samples_ns.clone();
     sorted.sort_by(f64::total_cmp);
@@ -90,11 +100,7 @@ pub(crate) fn bench(of: &SubjectArgs, steps: Steps, repetitions: usize) -> anyho
         dtype: trainer.engine().precision().0,
         batch,
         context,
-        recompute: match recompute {
-            Recompute::Nothing => "nothing",
-            Recompute::Norms => "norms",
-            Recompute::Layers => "layers",
-        },
+        recompute: recompute.name(),
         step_ns,
         tokens_per_second: (batch * context) as f64 / step_ns * 1e9,
         model_tflops: gflops / 1e3,
@@ -124,7 +130,7 @@ pub(crate) fn table(row: &Row) -> String {
 }
 
 /// Records one step with every launch timed, after two steps as warm-up. Returns nanoseconds on the host's clock, and the trace.
-pub(crate) fn record(trainer: &mut FullTrainer, steps: Steps) -> anyhow::Result<(f64, Trace)> {
+pub(crate) fn record(trainer: &mut Trainer, steps: Steps) -> anyhow::Result<(f64, Trace)> {
     let Steps { batch, context, .. } = steps;
     trainer.measure([batch, context], 1)?;
     let recording = Recording::of_this_thread()?;

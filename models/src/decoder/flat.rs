@@ -21,10 +21,7 @@ pub struct FlatWeights {
 impl FlatWeights {
     /// Creates a buffer of zeros.
     pub fn zeros(parameters: Arc<Parameters>, dtype: FloatDType, device: &Device) -> Self {
-        let (len, dtype) = (parameters.len(), DType::from(dtype));
-        let values = device.memory_persistent_allocations((), move |()| {
-            Tensor::<1>::zeros([len], (device, dtype))
-        });
+        let values = zeros(parameters.len(), dtype, device);
         Self { parameters, values }
     }
 
@@ -127,6 +124,12 @@ impl FlatWeights {
         let shape = <[usize; D]>::try_from(&tensor.shape[..]).expect("a parameter of this rank");
         Ok(ops::view(&self.values, tensor.at, shape)?)
     }
+}
+
+/// Returns a buffer of zeros with a memory page of its own.
+pub(crate) fn zeros(len: usize, dtype: FloatDType, device: &Device) -> Tensor<1> {
+    let dtype = DType::from(dtype);
+    device.memory_persistent_allocations((), move |()| Tensor::<1>::zeros([len], (device, dtype)))
 }
 
 /// Returns the initial values of a parameter.

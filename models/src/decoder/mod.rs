@@ -23,12 +23,12 @@ mod batch;
 mod cache;
 mod cells;
 mod flat;
+mod flat_adapter;
 mod load;
 mod memory;
 mod precompile;
 mod projection;
 mod step;
-mod train;
 mod unmerged_lora;
 mod warnings;
 
@@ -41,17 +41,19 @@ use ops::{
 };
 
 use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
-pub use backward::Gradients;
+pub use backward::{Gradients, Recompute, Trained};
 pub use batch::Example;
 pub use cache::KvCache;
 pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
 pub use flat::FlatWeights;
+pub(crate) use flat::zeros;
+pub use flat_adapter::FlatAdapter;
+pub(crate) use flat_adapter::flat_len;
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use memory::Memory;
 use projection::{Ffn, Projection, synchronize};
 use step::Step;
-pub use train::{Adaptation, Learned, Recompute};
 
 /// Longest step of the attention decode kernel, in positions per sequence.
 const SHORT: usize = 16;

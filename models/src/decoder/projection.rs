@@ -113,6 +113,14 @@ impl Matrix {
 }
 
 impl Projection {
+    /// Returns the only matrix of a projection that is never quantised.
+    pub(super) fn dense(&self) -> Result<Tensor<2>, Error> {
+        match &self.matrices[..] {
+            [Matrix::Dense(weight)] => Ok(weight.clone()),
+            _ => Err(Error::QuantizedWeights),
+        }
+    }
+
     pub(super) fn format(&self) -> Option<WeightFormat> {
         self.matrices.iter().map(Matrix::format).max().flatten()
     }
@@ -232,6 +240,27 @@ impl Projection {
 }
 
 impl Ffn {
+    /// Returns the projections of the block's input: gate and up, both as one, or up alone.
+    pub(super) fn inner_projections(&self) -> Vec<Projection> {
+        match self {
+            Self::Gated { gate, up, .. } => vec![gate.clone(), up.clone()],
+            Self::Joint { both, bias, unmerged, .. } => vec![Projection {
+                matrices: vec![Matrix::Quantized(both.clone())],
+                bias: bias.clone(),
+                tf32: false,
+                unmerged: unmerged.clone(),
+            }],
+            Self::Plain { up, .. } => vec![up.clone()],
+        }
+    }
+
+    /// Returns the last projection of the block.
+    pub(super) const fn down(&self) -> &Projection {
+        match self {
+            Self::Gated { down, .. } | Self::Joint { down, .. } | Self::Plain { down, .. } => down,
+        }
+    }
+
     pub(super) fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Gated { gate, up, down } => gate.format().max(up.format()).max(down.format()),

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{LoraOptions, Recompute, Training, shapes};
+use crate::{LoraOptions, Recompute, Training, Trains, shapes};
 
 const BF16: ModelPrecision = ModelPrecision {
     dtype: FloatDType::BF16,
@@ -169,18 +169,25 @@ fn training_llama_3_8b_takes_what_it_is_known_to() {
     };
     let made = of(NF4, Recompute::Layers);
     // 41,943,040 values, the same count as PEFT's.
-    assert_eq!((made.adapter, made.optimizer), (4 * 41_943_040, 8 * 41_943_040));
+    assert_eq!((made.trained, made.gradients), (4 * 41_943_040, 4 * 41_943_040));
+    assert_eq!(made.optimizer, 8 * 41_943_040);
     let (x, inner) = (2 * 2048 * 4096, 2 * 2048 * 14_336);
-    let heads = 2 * 2048 * (6144 + 5120 + 2 * 4096) + 4 * 2048 * 32;
-    let graph = 4 * x + heads + 5 * inner;
+    let layer = 4 * x + 2 * 2048 * (6144 + 4096) + 4 * 2048 * 32 + 2 * inner;
     let dense = 2 * 14_336 * 4096;
     assert!(dense == 2 * inner, "2048 rows");
-    assert_eq!(made.activations, 31 * x + graph + 4 * x + 5 * inner);
+    // B of queries, keys and values is one matrix, 0 where they do not meet; and that of gate and up.
+    let joined = 16 * 32 * (3 * 6144 + 2 * 2 * 14_336);
+    let factors = 2 * (2 * 41_943_040 + joined);
+    let loss = 2 * 2048 * 128_256 + 4 * x;
+    let all = |kept: u128, backward: u128| kept + loss.max(backward) + factors;
+    let again = layer - x;
+    assert_eq!(made.activations, all(32 * x, again + 3 * x + inner + 2 * dense));
     let kept = of(NF4, Recompute::Nothing);
-    assert_eq!(kept.activations, 32 * graph + 4 * x + 5 * inner);
+    assert_eq!(kept.activations, all(32 * layer, 3 * x + inner + 2 * dense));
     let whole = of(BF16, Recompute::Layers);
-    assert_eq!(whole.activations, made.activations - 2 * inner);
-    assert_eq!(of(INT8, Recompute::Layers).activations, whole.activations + dense);
+    assert_eq!(whole.activations, all(32 * x, again + 3 * x + inner));
+    let int8 = of(INT8, Recompute::Layers);
+    assert_eq!(int8.activations, all(32 * x, again + 3 * x + inner + dense));
     assert_eq!(made.kept() + made.transient() + made.weights, made.total());
 }
 
@@ -191,14 +198,13 @@ fn more_takes_more() {
         let one = |batch, context| total(Workload::new(batch, context));
         assert!(one(1, 64) < one(1, 1000) && one(1, 1000) < one(3, 1000), "{name}");
         let lora = |rank| LoraOptions { rank, ..LoraOptions::default() };
-        let options = || Training { lora: lora(8), ..Training::default() };
+        let options = || Training { trains: Trains::Adapter(lora(8)), ..Training::default() };
         let all = total(training(4, 512, options()));
         for more in [
             training(5, 512, options()),
             training(4, 600, options()),
-            training(4, 512, Training { accumulates: true, ..options() }),
             training(4, 512, Training { recompute: Recompute::Nothing, ..options() }),
-            training(4, 512, Training { lora: lora(32), ..options() }),
+            training(4, 512, Training { trains: Trains::Adapter(lora(32)), ..options() }),
         ] {
             assert!(total(more) > all, "{name}");
         }

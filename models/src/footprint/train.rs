@@ -1,87 +1,136 @@
-//! Device memory of training an adapter.
+//! Device memory of training.
 //!
 //! ```text
-//! activations  the largest of these:
-//!                loss        the input of every layer, and the logits of some rows, four times in f32: logits,
-//!                            exponentials, gradient, and the factor that the gradient is multiplied by
-//!                backward    of the uppermost layer: inputs of the layers below, the tensors that its graph keeps,
-//!                            three times the input of its last matmul, and a dense copy of that weight if it is
-//!                            quantised; or five times, if gate and up are one matrix in 4 bits
-//!                step        the gradient twice while its parts are concatenated; AdamW's intermediates
+//! weights      of a model: flat, in the compute dtype
+//! trained      A and B of an adapter, or exact weights next to weights in 16 bits; in f32
+//! gradients    of all trained values, in f32
+//! optimizer    two moments per trained value, in f32, in bf16, or in bytes with an f32 per 256
+//! activations  the larger of these, and an adapter's factors in the compute dtype:
+//!                loss        what the layers keep, the logits of some rows, and rows of the residual stream
+//!                backward    of the uppermost layer: what all layers keep, what it keeps while it runs, its gradients, and
+//!                            a dense copy of its largest weight if that is quantised
 //! ```
 
-use ops::{
-    MemoryProfile, activate_memory, attention_memory, linear_memory, norm_memory, pool_overhead,
-};
+use ops::training::{BLOCK, Moments};
+use ops::{MemoryProfile, pool_overhead};
 
 use super::Footprint;
 use super::layers::Rows;
-use crate::{Error, Ffn, Recompute, Training};
+use crate::decoder::flat_len;
+use crate::{DecoderConfig, Error, Ffn, Parameters, Placement, Recompute, Training, Trains};
+
+/// Bytes of what training keeps besides activations.
+struct State {
+    weights: u128,
+    trained: u128,
+    gradients: u128,
+    optimizer: u128,
+    /// An adapter's factors in the compute dtype: plain, times the scale, and those of several modules as one matrix.
+    factors: u128,
+    /// Number of layers with gradients.
+    layers: usize,
+}
+
+impl State {
+    fn new(
+        config: &DecoderConfig,
+        weights: u128,
+        size: u128,
+        training: &Training,
+    ) -> Result<Self, Error> {
+        Ok(match &training.trains {
+            Trains::Adapter(lora) => {
+                let factors = config.factors(lora)?;
+                let trained = 4 * flat_len(config, &factors, lora.rank) as u128;
+                let lowest = factors.iter().map(|own| own.layer).min().unwrap_or(0);
+                let blocks = factors.chunk_by(|a, b| (a.layer, a.block) == (b.layer, b.block));
+                let joined = blocks.filter(|block| block.len() > 1);
+                let joined = joined.map(|own| config.block_rows(own[0].block) * own.len());
+                Self {
+                    weights,
+                    trained,
+                    gradients: trained,
+                    optimizer: 2 * trained,
+                    factors: size * (trained / 2 + (lora.rank * joined.sum::<usize>()) as u128),
+                    layers: config.layers.len() - lowest,
+                }
+            }
+            Trains::Weights { master, moments } => {
+                let parameters = Parameters::new(config);
+                let len = parameters.len() as u128;
+                let moments_of = |(group, range): &(crate::Group, std::ops::Range<usize>)| {
+                    let len = range.len() as u128;
+                    match moments {
+                        Moments::Int8 if !group.exact => 2 * len + 8 * len / u128::from(BLOCK),
+                        Moments::Bf16 => 4 * len,
+                        _ => 8 * len,
+                    }
+                };
+                Self {
+                    weights: size * len,
+                    trained: if *master && size < 4 { 4 * len } else { 0 },
+                    gradients: 4 * len,
+                    optimizer: parameters.groups().iter().map(moments_of).sum(),
+                    factors: 0,
+                    layers: config.layers.len(),
+                }
+            }
+        })
+    }
+}
 
 impl Rows<'_> {
-    /// Returns the memory of training, with weights of `weights` bytes.
+    /// Returns the memory of training, with frozen weights of `weights` bytes.
     pub(super) fn trained(self, weights: u128, training: &Training) -> Result<Footprint, Error> {
-        let Training { lora, accumulates, recompute } = training;
-        let factors = self.config.factors(lora)?;
-        let values = factors.iter().map(|own| own.sizes(lora.rank).iter().sum::<usize>());
-        let adapter = 4 * values.sum::<usize>() as u128;
-        let lowest = factors.iter().map(|own| own.layer).min().unwrap_or(0);
-        let trained_layers = (self.config.layers.len() - lowest) as u128;
+        let recompute = training.recompute;
+        let state = State::new(self.config, weights, self.precision.size(), training)?;
         let (x, inner) = (self.wide(self.hidden), self.wide(self.inner));
-        let accumulated = if *accumulates { adapter } else { 0 };
-        let (kept, graph) = match recompute {
-            Recompute::Layers | Recompute::Norms => (trained_layers * x, self.saved() - x),
-            Recompute::Nothing => (trained_layers * self.saved(), 0),
-        };
-        let loss = kept + x + self.loss_bytes() + accumulated;
+        let kept = state.layers as u128 * self.kept(recompute) + state.factors;
         // The gradient dequantises the weight for any number of rows.
         let dense = Self { profile: MemoryProfile { max_fused_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
-        // Each half of a joint gate and up has a gradient of the full width, zero except in its half. Their
-        // sum follows.
-        let joint = if self.precision.joins_gate(self.config.ffn) { 5 * inner } else { 0 };
-        // The output of the graph, its upstream gradient, their product, and ones.
-        let given = 4 * x;
-        let backward = kept + graph + given + (3 * inner + dense).max(joint) + accumulated;
-        let step = (4 * adapter).max(2 * adapter + accumulated);
-        let activations = loss.max(backward).max(step);
+        let again = self.kept(Recompute::Nothing) - self.kept(recompute);
+        // Gate and up are one matrix.
+        let joint = if self.precision.joins_gate(self.config.ffn) { dense } else { 0 };
+        let backward = again + 3 * x + inner + dense + joint;
+        let activations = kept + self.loss_bytes().max(backward);
+        let State { weights, trained, gradients, optimizer, .. } = state;
         Ok(Footprint {
             weights,
-            adapter,
-            optimizer: 2 * adapter,
+            trained,
+            gradients,
+            optimizer,
             activations,
-            // A step writes the adapter and its moments to new buffers, in the page of the activations.
-            pool_overhead: pool_overhead(3 * adapter + activations, self.config.buffers()),
+            pool_overhead: pool_overhead(activations, self.config.buffers()),
             ..Footprint::default()
         })
     }
 
-    /// Returns the bytes that the graph of a layer keeps: `Decoder::adapted_layer`.
-    fn saved(self) -> u128 {
+    /// Returns the bytes that a layer keeps for its gradients.
+    fn kept(self, recompute: Recompute) -> u128 {
         let Self { rows, q, kv, hidden, inner, .. } = self;
-        let (dtype, config) = (self.precision.dtype, self.config);
-        // A reads the input of each matmul that has factors.
-        let factor_of = |k| linear_memory(self.profile, rows, [1, k], dtype).saved;
-        let norm = norm_memory(rows, hidden, dtype).saved;
-        let attention = attention_memory(rows, config.heads as u128, [q, kv], dtype).saved;
-        // Values are a view of the whole projection.
-        let rest_of_qkv = self.wide(q + kv);
-        let gated = config.ffn == Ffn::Gated;
-        let activation = activate_memory(rows, inner, config.activation, gated, dtype).saved;
-        norm + factor_of(hidden)
-            + attention
-            + rest_of_qkv
-            + factor_of(q)
-            + norm
-            + factor_of(hidden)
-            + activation
-            + factor_of(inner)
+        let config = self.config;
+        let x = self.wide(hidden);
+        let post = if config.placement == Placement::BeforeAndAfter { x } else { 0 };
+        // QK norms have results of their own.
+        let heads = self.wide(q + 2 * kv) + if config.qk_norm { self.wide(q + kv) } else { 0 };
+        let lse = 4 * rows * config.heads as u128;
+        let attention = x + heads + self.wide(q) + lse + post;
+        let gate = if config.ffn == Ffn::Gated { 2 } else { 1 };
+        let feed_forward = gate * self.wide(inner) + post;
+        x + match recompute {
+            Recompute::Layers => 0,
+            Recompute::FeedForward => attention,
+            Recompute::Norms => attention + feed_forward,
+            Recompute::Nothing => attention + feed_forward + 2 * x,
+        }
     }
 
-    /// Returns the bytes of one slice of the loss.
+    /// Returns the bytes of the rows of the loss, and of the logits of some of them.
     fn loss_bytes(self) -> u128 {
         let rows = usize::try_from(self.rows).unwrap_or(usize::MAX);
-        let at_once = self.config.rows_with_loss(rows) as u128;
-        4 * 4 * at_once * self.config.vocab as u128 + 2 * self.wide(self.hidden)
+        let at_once = self.config.rows_with_loss(rows, self.precision.dtype);
+        let logits = Self { rows: at_once as u128, ..self }.wide(self.config.vocab as u128);
+        logits + 4 * self.wide(self.hidden)
     }
 }

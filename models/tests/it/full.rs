@@ -6,7 +6,7 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Checkpoint;
 use models::{
     AdamWOptions, Decoder, Example, FlatWeights, Gradients, LossScale, Optimizer, Param,
-    Parameters, Recompute, Side, Weights,
+    Parameters, Recompute, Side, Trained, Weights,
 };
 use ops::Ctx;
 use suite::decoder::floats;
@@ -33,7 +33,7 @@ impl Model {
             .expect("dense");
         let decoder =
             Decoder::of_flat(weights.config(), &flat, Ctx::default()).expect("it has kernels");
-        let gradients = Gradients::zeros(parameters.clone(), &device);
+        let gradients = Gradients::zeros(Trained::Weights(&flat));
         Self { weights, parameters, flat, decoder, gradients }
     }
 
@@ -43,7 +43,7 @@ impl Model {
         let scale = (weight, one);
         let (loss, _) = self
             .decoder
-            .add_gradients(&self.flat, &self.gradients, batch, scale, recompute)
+            .add_gradients(Trained::Weights(&self.flat), &self.gradients, batch, scale, recompute)
             .expect("a batch");
         f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0])
     }
@@ -133,7 +133,8 @@ fn steps_of_adamw_are_those_of_torch() {
         let model = Model::open(name);
         let options = AdamWOptions { eps: 1e-5, ..AdamWOptions::default() };
         let optimizer =
-            Optimizer::new(&model.flat, None, options, LossScale::One).expect("it has kernels");
+            Optimizer::new(Trained::Weights(&model.flat), None, options, LossScale::One)
+                .expect("it has kernels");
         let (ctx, count) = (Ctx::default(), batch.iter().map(Example::learned).sum::<usize>());
         for want in want {
             model.gradients.clear(&ctx).expect("it has kernels");
@@ -156,7 +157,7 @@ fn recomputing_changes_no_bit() {
             (model.learn(&batch, 0.25, recompute).to_bits(), model.sums())
         };
         let kept = run(Recompute::Nothing);
-        for recompute in [Recompute::Nothing, Recompute::Norms, Recompute::Layers] {
+        for recompute in Recompute::ALL {
             assert!(run(recompute) == kept, "{name} {recompute:?}");
         }
     }

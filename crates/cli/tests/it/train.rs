@@ -147,7 +147,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     );
     with(&["-c", "1"], "1 is not in 2..");
     with(&["--preset", "latency"], "preset latency is not for training\nhint: ");
-    with(&["--memory-limit", "30MiB"], "activations and gradients");
+    with(&["--memory-limit", "30MiB"], "gradients");
     with(&["-c", "513"], "at most 512 tokens, got 513\nhint: use -c 512, or --max-context 513");
     with(&["--adapter", other], "has shape [4, 32], expected [4, 256]");
 }
@@ -288,10 +288,11 @@ fn a_plan_says_what_training_takes() {
     ] {
         assert!(text(&made.stdout).contains(line), "{line}: {}", text(&made.stdout));
     }
-    let json = plan(&["--quant", "nf4", "--accumulate", "--lora-rank", "64", "--json"]);
+    let json = plan(&["--quant", "nf4", "--lora-rank", "64", "--json"]);
     let json: Value = serde_json::from_slice(&json.stdout).expect("JSON");
-    assert_eq!((&json["rank"], &json["workload"]["accumulates"]), (&64.into(), &true.into()));
-    assert_eq!(json["adapter_bytes"], 4u64 * 4 * 41_943_040);
+    assert_eq!((&json["rank"], &json["workload"]["recompute"]), (&64.into(), &"layers".into()));
+    assert_eq!(json["trained_bytes"], 4u64 * 4 * 41_943_040);
+    assert_eq!(json["gradients_bytes"], json["trained_bytes"]);
     let dense = plan(&[]);
     assert_eq!(dense.status.code(), Some(2));
     assert!(text(&dense.stderr).contains("; nf4 (--quant nf4) takes "), "{}", text(&dense.stderr));

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use burn::tensor::FloatDType;
-use models::{Decoder, DecoderConfig, FlatWeights, Parameters};
+use burn::tensor::{DType, FloatDType};
+use models::{Decoder, DecoderConfig, FlatWeights, Parameters, Training, Trains, Workload};
 
 use super::folder::{ModelFolder, Reader};
 use super::load::known_configs;
@@ -40,12 +40,12 @@ pub(crate) struct Trainable {
 }
 
 impl Engine {
-    /// Loads weights into flat buffers. With `master`, weights in 16 bits are copies of exact ones in f32.
+    /// Loads weights into flat buffers, if training fits in memory.
     pub(crate) fn trainable(
         device: &Device,
         start: Start,
         options: &EngineOptions,
-        master: bool,
+        training: &Training,
     ) -> Result<Trainable, LoadError> {
         let profile = device.profile();
         let (prepared, reader, folder) = match start {
@@ -65,7 +65,10 @@ impl Engine {
                 (prepared, reader, Err(seed))
             }
         };
-        let Prepared { planned, load } = prepared;
+        let smallest = options.workload.clone().unwrap_or(Workload::new(1, 1));
+        let workload = Workload { training: Some(training.clone()), ..smallest };
+        prepared.fits(device, &EngineOptions { workload: Some(workload), ..options.clone() })?;
+        let Prepared { mut planned, load } = prepared;
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let config: &DecoderConfig = &planned.config;
         let parameters = Arc::new(Parameters::new(config));
@@ -77,7 +80,9 @@ impl Engine {
             }
         };
         let dtype = load.dtype.unwrap_or(FloatDType::F32);
-        let (weights, master) = match master && dtype != FloatDType::F32 {
+        planned.weights = (parameters.len() * DType::from(dtype).size()) as u128;
+        let exact = matches!(training.trains, Trains::Weights { master: true, .. });
+        let (weights, master) = match exact && dtype != FloatDType::F32 {
             false => (filled(dtype)?, None),
             true => {
                 let master = filled(FloatDType::F32)?;

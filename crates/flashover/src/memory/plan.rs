@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use models::{KvFormat, ModelPrecision, Recompute, Training, Workload};
+use models::{KvFormat, ModelPrecision, Recompute, Training, Trains, Workload};
 use quant::WeightFormat;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -36,11 +36,13 @@ pub struct Plan {
     pub weights_bytes: u64,
     /// Bytes of the KV cache and the RoPE tables; 0 for training.
     pub cache_bytes: u64,
-    /// Bytes of the trained adapter's values.
-    pub adapter_bytes: u64,
+    /// Bytes of a trained adapter's values, or of exact weights next to weights in 16 bits.
+    pub trained_bytes: u64,
+    /// Bytes of the gradients of all trained values.
+    pub gradients_bytes: u64,
     /// Bytes of AdamW's moments.
     pub optimizer_bytes: u64,
-    /// Peak bytes of activations, logits and gradients together.
+    /// Peak bytes of activations and logits together.
     pub activations_bytes: u64,
     /// Bytes of dequantised weights, the graph of a decode step, and rounding by pools.
     pub workspace_bytes: u64,
@@ -62,7 +64,8 @@ impl Plan {
         let parts = [
             self.weights_bytes,
             self.cache_bytes,
-            self.adapter_bytes,
+            self.trained_bytes,
+            self.gradients_bytes,
             self.optimizer_bytes,
             self.activations_bytes,
             self.workspace_bytes,
@@ -80,25 +83,21 @@ impl Plan {
     }
 
     /// Returns the parts in bytes, with their names.
-    pub fn parts(&self) -> [(&'static str, u64); 4] {
+    pub fn parts(&self) -> Vec<(&'static str, u64)> {
         let weights = ("weights", self.weights_bytes);
-        match self.workload.training {
-            None => [
-                weights,
-                ("keys and values", self.cache_bytes),
-                ("activations", self.activations_bytes),
-                ("workspace", self.workspace_bytes),
-            ],
-            Some(_) => [
-                weights,
-                ("adapter", self.adapter_bytes),
-                ("optimizer", self.optimizer_bytes),
-                (
-                    "activations and gradients",
-                    self.activations_bytes.saturating_add(self.workspace_bytes),
-                ),
-            ],
-        }
+        let activations = ("activations", self.activations_bytes);
+        let workspace = ("workspace", self.workspace_bytes);
+        let Some(training) = &self.workload.training else {
+            return vec![weights, ("keys and values", self.cache_bytes), activations, workspace];
+        };
+        let trained = match training.trains {
+            Trains::Adapter(_) => "adapter",
+            Trains::Weights { .. } => "exact weights",
+        };
+        let trained = (trained, self.trained_bytes);
+        let gradients = ("gradients", self.gradients_bytes);
+        let optimizer = ("optimizer", self.optimizer_bytes);
+        vec![weights, trained, gradients, optimizer, activations, workspace]
     }
 
     /// Returns the names of compute dtype and weight format.
@@ -157,10 +156,8 @@ impl Plan {
             _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
         };
         match training.recompute {
-            Recompute::Nothing => {
-                format!("{fitting}; `Recompute::Layers` (no --keep-activations) takes less")
-            }
-            Recompute::Layers | Recompute::Norms => fitting,
+            Recompute::Layers => fitting,
+            _ => format!("{fitting}; `Recompute::Layers` (--recompute layers) takes less"),
         }
     }
 
@@ -185,11 +182,15 @@ impl fmt::Display for Plan {
                 let tokens = if *context == 1 { "token" } else { "tokens" };
                 write!(f, "{} with {batch} {sequences} of {context} {tokens}", self.model)?;
             }
-            Some(Training { lora, .. }) => write!(
-                f,
-                "training an adapter of rank {} of {} with batches of {batch} times {context} tokens",
-                lora.rank, self.model
-            )?,
+            Some(Training { trains, .. }) => {
+                match trains {
+                    Trains::Adapter(lora) => {
+                        write!(f, "training an adapter of rank {} of ", lora.rank)?
+                    }
+                    Trains::Weights { .. } => write!(f, "training all weights of ")?,
+                }
+                write!(f, "{} with batches of {batch} times {context} tokens", self.model)?;
+            }
         }
         write!(f, " takes {} on {}", formatted(takes), self.device)?;
         if let Some(budget) = self.budget_bytes {
@@ -204,7 +205,7 @@ impl fmt::Display for Plan {
             }
         }
         let part = |(name, bytes)| format!("{name} {}", formatted(bytes));
-        write!(f, ": {}", self.parts().map(part).join(", "))
+        write!(f, ": {}", self.parts().into_iter().map(part).collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -228,21 +229,25 @@ impl Serialize for Plan {
         map.serialize_entry("budget_bytes", &self.budget_bytes)?;
         map.serialize_entry("workload", &self.workload)?;
         let training = self.workload.training.as_ref();
-        if let Some(training) = training {
-            map.serialize_entry("rank", &training.lora.rank)?;
+        if let Some(Training { trains: Trains::Adapter(lora), .. }) = training {
+            map.serialize_entry("rank", &lora.rank)?;
         }
         map.serialize_entry("dtype", &self.dtype)?;
         map.serialize_entry("matrices", &weight_format_name(self.weight_format))?;
         if training.is_none() {
             map.serialize_entry("kv", &self.kv)?;
         }
-        let names = match training {
-            None => ["weights_bytes", "cache_bytes", "activations_bytes", "workspace_bytes"],
-            Some(_) => ["weights_bytes", "adapter_bytes", "optimizer_bytes", "passing_bytes"],
-        };
-        for (name, (_, bytes)) in names.into_iter().zip(self.parts()) {
-            map.serialize_entry(name, &bytes)?;
+        map.serialize_entry("weights_bytes", &self.weights_bytes)?;
+        match training {
+            None => map.serialize_entry("cache_bytes", &self.cache_bytes)?,
+            Some(_) => {
+                map.serialize_entry("trained_bytes", &self.trained_bytes)?;
+                map.serialize_entry("gradients_bytes", &self.gradients_bytes)?;
+                map.serialize_entry("optimizer_bytes", &self.optimizer_bytes)?;
+            }
         }
+        map.serialize_entry("activations_bytes", &self.activations_bytes)?;
+        map.serialize_entry("workspace_bytes", &self.workspace_bytes)?;
         map.serialize_entry("largest_batch", &self.largest_batch)?;
         map.serialize_entry("largest_context", &self.largest_context)?;
         map.serialize_entry("peak_bytes", &self.peak_bytes())?;

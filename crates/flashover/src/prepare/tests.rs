@@ -160,7 +160,7 @@ fn shapes_are_known_by_their_names() {
 }
 
 #[test]
-fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
+fn eight_billion_are_trained_on_a_small_card_in_4_bits() {
     let plan = |quant, batch, context, recompute| {
         let options = EngineOptions { quant, ..EngineOptions::default() };
         let training = Some(Training { recompute, ..Training::default() });
@@ -168,7 +168,7 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
         Plan::of_shape(&card("rtx4080"), "llama-3-8b", &options, workload).expect("valid")
     };
     let dense = plan(None, 4, 512, Recompute::Layers);
-    assert!(!dense.fits() && dense.largest_batch == Some(0), "{dense}");
+    assert!(!dense.fits() && dense.largest_batch < Some(4), "{dense}");
     assert!(dense.advice().contains("--quant nf4"), "{}", dense.advice());
     let nf4 = |batch, context| plan(Some(WeightFormat::Nf4), batch, context, Recompute::Layers);
     let four = nf4(4, 512);
@@ -178,6 +178,6 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits_alone() {
     assert!(nf4(batch, 512).fits() && nf4(4, context).fits());
     let more = nf4(batch + 1, 512);
     assert!(!more.fits() && more.advice().starts_with(&format!("a batch of {batch} fits")));
-    let kept = plan(Some(WeightFormat::Nf4), 4, 512, Recompute::Nothing);
-    assert!(!kept.fits() && kept.advice().contains("--keep-activations"), "{kept}");
+    let kept = plan(Some(WeightFormat::Nf4), 8, 512, Recompute::Nothing);
+    assert!(!kept.fits() && kept.advice().contains("--recompute layers"), "{kept}");
 }

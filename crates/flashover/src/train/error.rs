@@ -4,7 +4,7 @@ use crate::device_error::DeviceError;
 use crate::load_error::LoadError;
 use crate::memory::PlanError;
 
-/// Error of training an adapter.
+/// Error of training.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainError {
@@ -32,11 +32,14 @@ pub enum TrainError {
     },
     /// The loss, its gradient or a trained value is not finite.
     #[error(
-        "the loss or its gradient is not finite at step {step}\nhint: use a smaller learning rate; the adapter keeps \
-         its values from before the step"
+        "the loss or its gradient is not finite at step {step}\nhint: use a smaller learning rate; the \
+         values before the step are kept"
     )]
     Diverged {
         /// Step of the failure, counted from 1.
         step: usize,
     },
+    /// All weights are trained, so that there is no adapter to save.
+    #[error("all weights are trained\nhint: save the model instead of an adapter")]
+    NoAdapter,
 }

@@ -5,8 +5,7 @@ use serde::Serialize;
 use tune::timing::Stopwatch;
 
 use super::error::TrainError;
-use super::full::FullTrainer;
-use super::{TrainOptions, Trainer};
+use super::{TrainOptions, Trainer, Trains};
 use crate::engine::Engine;
 
 /// Training steps to measure, on sequences of one length whose tokens all are targets.
@@ -46,11 +45,7 @@ impl Engine {
         let TrainTest { batch, context, rank, recompute } = test;
         let lora = LoraOptions { rank, alpha: 2.0 * rank as f64, ..LoraOptions::default() };
         let options = TrainOptions { lora, recompute, ..TrainOptions::default() };
-        let mut trainer = Trainer::new(self.clone(), options)?;
-        let samples_ns = self
-            .timed([batch, context], repetitions, |examples| trainer.step(&[examples]).map(drop))?;
-        let (layers, head) = matrices(self.config());
-        Ok(TrainSpeed { samples_ns, flops: 4 * (layers + head) * (batch * context) as u64 })
+        Trainer::new(self.clone(), options)?.measure([batch, context], repetitions)
     }
 
     fn timed(
@@ -73,11 +68,11 @@ impl Engine {
     }
 }
 
-impl FullTrainer {
+impl Trainer {
     /// Runs one step of `batch` sequences of `context` random tokens, and returns its nanoseconds on the host's clock.
     ///
     /// # Errors
-    /// The errors of [`FullTrainer::step`].
+    /// The errors of [`Trainer::step`].
     pub fn measure_one(&mut self, [batch, context]: [usize; 2]) -> Result<f64, TrainError> {
         let engine = self.engine().clone();
         let example = |seed| Example { tokens: engine.some_tokens(seed, context), from: 0 };
@@ -90,7 +85,7 @@ impl FullTrainer {
     /// Runs two steps of `batch` sequences of `context` random tokens as warm-up, then measures `repetitions` steps.
     ///
     /// # Errors
-    /// The errors of [`FullTrainer::step`].
+    /// The errors of [`Trainer::step`].
     pub fn measure(
         &mut self,
         [batch, context]: [usize; 2],
@@ -102,7 +97,10 @@ impl FullTrainer {
         let config = engine.config();
         let (layers, head) = matrices(config);
         let attention = config.layers.len() * config.heads * config.head_dim * context;
-        let token = 6 * (layers + head) + 6 * attention as u64;
+        let token = match self.training.trains {
+            Trains::Adapter(_) => 4 * (layers + head),
+            Trains::Weights { .. } => 6 * (layers + head) + 6 * attention as u64,
+        };
         Ok(TrainSpeed { samples_ns, flops: token * (batch * context) as u64 })
     }
 }

@@ -1,36 +1,35 @@
-//! Fine-tuning: trains an adapter of a frozen model.
+//! Training: of an adapter of a frozen model, or of all weights.
 //!
 //! ```text
-//! for each step:  gradient = Σ over micro-batches of dloss / tokens of the step      equals one large batch
-//!                 clip its norm, AdamW                                               all in f32
+//! for each step:  gradient = Σ over micro-batches of dloss / tokens of the step      f32, added in place; equals one large batch
+//!                 norm, clip factor, AdamW                                           on the device
 //! ```
 
 mod data;
 mod error;
-mod full;
 mod measure;
 mod schedule;
 
 use std::path::Path;
 
-use burn::optim::{AdamW, AdamWConfig, AdamWState, Optimizer};
-use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{FloatDType, Tensor};
 use checkpoint::Staged;
-use models::{Adaptation, Workload};
+use models::{FlatAdapter, FlatWeights, Gradients, LossScale, Optimizer, Trained, Workload};
+use ops::training::Control;
 use serde::Serialize;
 
+use crate::device::Device;
 use crate::device_error::{DeviceError, check_free};
-use crate::engine::Engine;
+use crate::engine::{Engine, Trainable};
 use crate::memory::{Grant, Plan, PlanError};
+use crate::options::EngineOptions;
 
 pub use crate::engine::Start;
 pub use data::{Dataset, DatasetError};
 pub use error::TrainError;
-pub use full::{FullOptions, FullTrainer};
 pub use measure::{TrainSpeed, TrainTest};
-pub use models::{AdamWOptions, Adapter, Example, LoraOptions, Recompute, Training};
+pub use models::{AdamWOptions, Adapter, Example, LoraOptions, Recompute, Training, Trains};
 pub use ops::training::Moments;
-use schedule::LossScale;
 pub use schedule::Schedule;
 
 /// Options of training an adapter.
@@ -40,10 +39,8 @@ pub struct TrainOptions {
     pub lora: LoraOptions,
     /// Learning rate of each step.
     pub schedule: Schedule,
-    /// Weight decay of AdamW: each step multiplies the values by 1 - learning rate · weight decay.
-    pub weight_decay: f64,
-    /// Maximum norm of the gradient; a larger one is scaled down to it. None for no limit.
-    pub max_grad_norm: Option<f64>,
+    /// Hyperparameters of AdamW.
+    pub optimizer: AdamWOptions,
     /// Seed of the initial values of A.
     pub seed: u64,
     /// Activations that are recomputed in the backward pass.
@@ -56,10 +53,35 @@ impl Default for TrainOptions {
         Self {
             lora: LoraOptions::default(),
             schedule: Schedule::constant(2e-4),
-            weight_decay: 0.0,
-            max_grad_norm: Some(1.0),
+            optimizer: AdamWOptions { beta2: 0.999, weight_decay: 0.0, ..AdamWOptions::default() },
             seed: 0,
             recompute: Recompute::Layers,
+        }
+    }
+}
+
+/// Options of training all weights.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FullOptions {
+    /// Learning rate of each step.
+    pub schedule: Schedule,
+    /// Hyperparameters of AdamW.
+    pub optimizer: AdamWOptions,
+    /// True to keep exact weights in f32 next to weights in 16 bits. Without them, weights in bf16 are rounded
+    /// stochastically, which takes 4 bytes less per weight.
+    pub master: bool,
+    /// Activations that are recomputed in the backward pass.
+    pub recompute: Recompute,
+}
+
+impl Default for FullOptions {
+    /// Returns the options of GPT-2's training in llm.c and nanoGPT, at a constant rate.
+    fn default() -> Self {
+        Self {
+            schedule: Schedule::constant(6e-4),
+            optimizer: AdamWOptions::default(),
+            master: true,
+            recompute: Recompute::Nothing,
         }
     }
 }
@@ -77,26 +99,43 @@ pub struct StepMetrics {
     pub gradient: f64,
     /// Learning rate of the step.
     pub learning_rate: f64,
-    /// True if the gradient left the range of f16, and the step changed nothing.
+    /// True if the gradient left the range of f16, and the step changed nothing but the loss scale.
     pub skipped: bool,
 }
 
-/// Trains an adapter.
+/// Trains an adapter, or all weights.
 pub struct Trainer {
-    options: TrainOptions,
-    /// The adapter at the start.
-    adapter: Adapter,
-    /// Current values, once they are on the device.
-    values: Option<Tensor<1>>,
-    optimizer: AdamW,
-    state: Option<AdamWState<1>>,
-    scale: LossScale,
+    schedule: Schedule,
+    optimizer: AdamWOptions,
+    training: Training,
+    subject: Subject,
+    /// None until memory for a step is reserved.
+    state: Option<State>,
     done: usize,
     /// Workload with reserved memory.
     reserved: Option<Workload>,
     grant: Option<Grant>,
     /// Dropped last, because the last user of a model frees its memory pages.
     engine: Engine,
+}
+
+/// Values that training changes.
+enum Subject {
+    /// The adapter at the start.
+    Adapter(Adapter),
+    Weights {
+        weights: Box<FlatWeights>,
+        /// Exact weights; none if `weights` are exact, or are rounded stochastically.
+        master: Option<Box<FlatWeights>>,
+    },
+}
+
+/// Buffers that live as long as a trainer.
+struct State {
+    /// None if the weights are trained.
+    adapter: Option<FlatAdapter>,
+    gradients: Gradients,
+    optimizer: Optimizer,
 }
 
 impl Trainer {
@@ -122,26 +161,51 @@ impl Trainer {
         if adapter.dropout() > 0.0 {
             log::warn!("lora_dropout {} of the adapter is ignored", adapter.dropout());
         }
-        let optimizer = AdamWConfig::new()
-            .with_epsilon(1e-8)
-            .with_weight_decay(options.weight_decay as f32)
-            .build();
-        let scale = match engine.decoder().dtype() {
-            FloatDType::F16 => LossScale::adaptive(),
-            _ => LossScale::none(),
-        };
-        Ok(Self {
-            engine,
-            options,
-            adapter,
-            values: None,
+        let TrainOptions { schedule, optimizer, recompute, .. } = options;
+        let trains = Trains::Adapter(adapter.options().clone());
+        let training = Training { trains, recompute };
+        Ok(Self::of(engine, Subject::Adapter(adapter), training, (schedule, optimizer)))
+    }
+
+    /// Loads a model to train all of its weights. The weights of [`Trainer::engine`] are those that train: it generates with
+    /// them between steps.
+    ///
+    /// # Errors
+    /// [`TrainError::Load`] for a model that cannot be loaded; [`TrainError::Model`] for quantised weights;
+    /// [`TrainError::Option`] for options out of range.
+    pub fn full(
+        device: &Device,
+        start: Start,
+        engine: &EngineOptions,
+        options: FullOptions,
+    ) -> Result<Self, TrainError> {
+        options.check()?;
+        let FullOptions { schedule, optimizer, master, recompute } = options;
+        let trains = Trains::Weights { master, moments: optimizer.moments };
+        let training = Training { trains, recompute };
+        let Trainable { engine, weights, master } =
+            Engine::trainable(device, start, engine, &training)?;
+        let subject = Subject::Weights { weights: weights.into(), master: master.map(Box::new) };
+        Ok(Self::of(engine, subject, training, (schedule, optimizer)))
+    }
+
+    fn of(
+        engine: Engine,
+        subject: Subject,
+        training: Training,
+        (schedule, optimizer): (Schedule, AdamWOptions),
+    ) -> Self {
+        Self {
+            schedule,
             optimizer,
+            training,
+            subject,
             state: None,
-            scale,
             done: 0,
             reserved: None,
             grant: None,
-        })
+            engine,
+        }
     }
 
     /// Plans the memory of a step over these micro-batches.
@@ -155,68 +219,64 @@ impl Trainer {
     }
 
     fn workload(&self, size: &StepSize) -> Workload {
-        self.trained(size.batch.max(1), size.context.max(1), size.micro_batches > 1)
+        self.trained(size.batch.max(1), size.context.max(1))
     }
 
-    fn trained(&self, batch: usize, context: usize, accumulates: bool) -> Workload {
-        let (lora, recompute) = (self.adapter.options().clone(), self.options.recompute);
-        let training = Some(Training { lora, accumulates, recompute });
-        Workload { training, ..Workload::new(batch, context) }
+    fn trained(&self, batch: usize, context: usize) -> Workload {
+        Workload { training: Some(self.training.clone()), ..Workload::new(batch, context) }
     }
 
     /// Reserves memory for steps of this workload and of those of earlier calls. A step that needs more reserves it
-    /// itself; reserving the largest workload first avoids moves of the adapter.
+    /// itself.
     ///
     /// # Errors
     /// [`TrainError::Plan`] if the workload exceeds the device, the budget, or the model's context.
-    pub fn reserve(&mut self, need: Workload) -> Result<(), TrainError> {
-        let accumulates = |own: &Workload| own.training.as_ref().is_some_and(|t| t.accumulates);
+    pub fn reserve(&mut self, need: &Workload) -> Result<(), TrainError> {
         let reserved = self.reserved.as_ref();
-        let all = || reserved.into_iter().chain([&need]);
-        let max = |of: fn(&Workload) -> usize| all().map(of).max().unwrap_or(0);
-        let need = self.trained(max(|w| w.batch), max(|w| w.context), all().any(accumulates));
+        let max = |of: fn(&Workload) -> usize| reserved.map_or(0, of).max(of(need));
+        let need = self.trained(max(|w| w.batch), max(|w| w.context));
         if reserved == Some(&need) {
             return Ok(());
         }
         self.engine.check(&need)?;
         let parts = self.engine.admit_as(&mut self.grant, &need)?;
-        // A single live buffer keeps its whole page.
-        self.move_to(&Device::flex());
-        let made = self.reserve_page(parts.kept() + parts.transient());
-        self.move_to(self.engine.clone().decoder().device());
+        let made = self.allocate(parts.kept(), parts.transient());
         self.reserved = made.is_ok().then_some(need);
         if made.is_err() {
             self.grant = None;
         }
-        Ok(made?)
+        made
     }
 
-    /// Allocates a page for a step. It also holds the adapter and its moments, which each step rewrites.
-    fn reserve_page(&self, bytes: u128) -> Result<(), DeviceError> {
+    /// Allocates a page for a step, and the state if it is not there yet.
+    fn allocate(&mut self, kept: u128, transient: u128) -> Result<(), TrainError> {
         self.engine.clear_cache()?;
-        check_free(self.engine.device(), bytes)?;
-        self.engine.reserve_page(bytes)
+        let new = if self.state.is_none() { kept } else { 0 };
+        check_free(self.engine.device(), new + transient)?;
+        if self.state.is_none() {
+            self.state = Some(self.first_state()?);
+        }
+        Ok(self.engine.reserve_page(transient)?)
     }
 
-    /// Moves the tensors that each step rewrites.
-    fn move_to(&mut self, device: &Device) {
-        let _stream_guard = ops::stream_guard();
-        self.values = self.values.take().map(|values| values.to_device(device));
-        self.state = self.state.take().map(|state| AdamW::to_device(state, device));
-    }
-
-    /// Returns the values, and keeps them on the device from now on.
-    fn values(&mut self) -> Tensor<1> {
-        let _stream_guard = ops::stream_guard();
-        let place = || {
-            let values = self.adapter.values();
-            let data = TensorData::new(values.to_vec(), [values.len()]);
-            Tensor::from_data(data, self.engine.decoder().device())
+    fn first_state(&self) -> Result<State, TrainError> {
+        let decoder = self.engine.decoder();
+        let (config, device) = (decoder.config(), decoder.device());
+        let scale = match decoder.dtype() {
+            FloatDType::F16 => LossScale::Adaptive,
+            _ => LossScale::One,
         };
-        self.values.get_or_insert_with(place).clone()
+        let (adapter, master) = match &self.subject {
+            Subject::Adapter(adapter) => (Some(FlatAdapter::new(adapter, config, device)?), None),
+            Subject::Weights { master, .. } => (None, master.as_deref()),
+        };
+        let trained = trained(&self.subject, adapter.as_ref());
+        let optimizer = Optimizer::new(trained, master, self.optimizer, scale)?;
+        let gradients = Gradients::zeros(trained);
+        Ok(State { adapter, gradients, optimizer })
     }
 
-    /// Returns the frozen model.
+    /// Returns the model, with its current weights if they are trained, and without the adapter.
     pub const fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -228,9 +288,6 @@ impl Trainer {
     /// [`TrainError::Model`] for invalid examples; [`TrainError::Plan`], before anything is computed, for batches that
     /// exceed the device or the budget; [`TrainError::Diverged`] for a loss or a gradient that is not finite, and the
     /// step changed nothing; [`TrainError::Device`].
-    ///
-    /// # Panics
-    /// Panics if the backward pass of an op fails.
     pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<StepMetrics, TrainError> {
         let all = micro_batches.iter().map(|batch| batch.iter().collect());
         Ok(self.step_while(all, || true)?.expect("nothing stops it"))
@@ -242,9 +299,6 @@ impl Trainer {
     ///
     /// # Errors
     /// The errors of [`Trainer::step`].
-    ///
-    /// # Panics
-    /// Panics if the backward pass of an op fails.
     pub fn step_while<'a>(
         &mut self,
         micro_batches: impl Iterator<Item = Vec<&'a Example>> + Clone,
@@ -260,76 +314,61 @@ impl Trainer {
             }
             size.add(batch);
         }
-        self.reserve(self.workload(&size))?;
-        let values = self.values();
-        let tokens = size.tokens;
-        let scale = self.scale.now();
-        let weight = scale / tokens.max(1) as f64;
-        let (mut loss, mut gradient) = (None, None);
+        self.reserve(&self.workload(&size))?;
+        let State { adapter, gradients, optimizer } = self.state.as_ref().expect("just reserved");
+        let (decoder, tokens) = (self.engine.decoder(), size.tokens);
+        let trained = trained(&self.subject, adapter.as_ref());
+        let (weight, scale) = (1.0 / tokens.max(1) as f64, optimizer.scale());
+        gradients.clear(decoder.ctx())?;
+        let mut sum: Option<Tensor<1>> = None;
         for batch in micro_batches {
             if !goes_on() {
                 return Ok(None);
             }
             let batch: Vec<Example> = batch.into_iter().cloned().collect();
-            let learned = {
-                let (options, factors) = (self.adapter.options(), self.adapter.factors());
-                let adaptation = Adaptation { options, factors, values: &values };
-                let decoder = self.engine.decoder();
-                decoder.learn(adaptation, &batch, weight, self.options.recompute)?
-            };
+            let weight = (weight, scale.clone());
+            let recompute = self.training.recompute;
+            let (loss, _) = decoder.add_gradients(trained, gradients, &batch, weight, recompute)?;
             let _stream_guard = ops::stream_guard();
-            loss = Some(plus(loss, learned.loss));
-            gradient = Some(plus(gradient, learned.gradient));
+            sum = Some(match sum {
+                None => loss,
+                Some(sum) => sum + loss,
+            });
             self.engine.note_memory();
         }
-        let (Some(loss), Some(gradient)) = (loss, gradient) else {
-            return Err(models::Error::NothingToLearn.into());
-        };
-        let gradient = {
-            let _stream_guard = ops::stream_guard();
-            if scale == 1.0 { gradient } else { gradient / scale }
-        };
-        let [loss, length] = self.read(loss, gradient.clone())?;
-        let loss = loss / tokens as f64;
-        let learning_rate = self.options.schedule.rate(self.done);
-        let step = self.done + 1;
-        let metrics =
-            |skipped| StepMetrics { step, loss, tokens, gradient: length, learning_rate, skipped };
-        if !self.scale.took(length.is_finite()) {
-            return Ok(Some(metrics(true)));
+        let Some(loss) = sum else { return Err(models::Error::NothingToLearn.into()) };
+        let (learning_rate, step) = (self.schedule.rate(self.done), self.done + 1);
+        {
+            let _optimizer = trace::span(|| "optimizer");
+            optimizer.step(decoder.ctx(), gradients, learning_rate)?;
         }
-        if !loss.is_finite() || !length.is_finite() {
+        let (loss, control) = self.read(optimizer, loss)?;
+        let (loss, gradient) = (loss / tokens as f64, f64::from(control.norm));
+        let skipped = control.finite == 0.0;
+        let metrics = StepMetrics { step, loss, tokens, gradient, learning_rate, skipped };
+        // Below a scale of 1 the gradients themselves are not finite.
+        if skipped && decoder.dtype() == FloatDType::F16 && control.scale >= 1.0 {
+            return Ok(Some(metrics));
+        }
+        if skipped || !loss.is_finite() {
             return Err(TrainError::Diverged { step });
         }
-        self.take(values, gradient, length, learning_rate);
         self.done = step;
         self.engine.note_memory();
-        Ok(Some(metrics(false)))
+        Ok(Some(metrics))
     }
 
-    /// Applies AdamW to a gradient of this norm.
-    fn take(&mut self, values: Tensor<1>, gradient: Tensor<1>, length: f64, learning_rate: f64) {
-        let _optimizer = trace::span(|| "optimizer");
-        let _stream_guard = ops::stream_guard();
-        let gradient = match self.options.max_grad_norm {
-            Some(max_grad_norm) if length > max_grad_norm => gradient * (max_grad_norm / length),
-            _ => gradient,
-        };
-        self.values = None;
-        let state = self.state.take();
-        let (values, state) = self.optimizer.step(learning_rate, values, gradient, state);
-        (self.values, self.state) = (Some(values), state);
-    }
-
-    /// Returns the sum of the losses and the norm of the gradient.
-    fn read(&self, loss: Tensor<1>, gradient: Tensor<1>) -> Result<[f64; 2], TrainError> {
+    /// Returns the loss and the state of the optimizer.
+    fn read(&self, optimizer: &Optimizer, loss: Tensor<1>) -> Result<(f64, Control), DeviceError> {
         let both = {
             let _stream_guard = ops::stream_guard();
-            let length = square_sum(gradient).sqrt();
-            Tensor::cat(vec![loss, length], 0).reshape([1, 2])
+            Tensor::cat(vec![optimizer.control().clone(), loss], 0)
         };
-        let both = self.engine.on_host(both)?;
-        Ok([both[0].into(), both[1].into()])
+        let all = both.dims()[0];
+        let values = self.engine.on_host(both.reshape([1, all]))?;
+        let (control, loss) = values.split_at(all - 1);
+        let control = Control::from_array(control.try_into().expect("its fields"));
+        Ok((f64::from(loss[0]), control))
     }
 
     /// Returns the mean of -ln p over the trained tokens of a batch, and their number. Changes nothing.
@@ -339,11 +378,10 @@ impl Trainer {
     pub fn loss(&mut self, batch: &[Example]) -> Result<(f64, usize), TrainError> {
         let mut size = StepSize::default();
         size.add(batch);
-        self.reserve(self.workload(&size))?;
-        let values = self.values();
-        let (options, factors) = (self.adapter.options(), self.adapter.factors());
-        let adaptation = Adaptation { options, factors, values: &values };
-        let (loss, tokens) = self.engine.decoder().loss_of(adaptation, batch)?;
+        self.reserve(&self.workload(&size))?;
+        let state = self.state.as_ref().expect("just reserved");
+        let trained = trained(&self.subject, state.adapter.as_ref());
+        let (loss, tokens) = self.engine.decoder().loss_of(trained, batch)?;
         let loss = self.engine.on_host(loss.reshape([1, 1]))?;
         Ok((f64::from(loss[0]) / tokens as f64, tokens))
     }
@@ -353,16 +391,19 @@ impl Trainer {
         self.done
     }
 
-    /// Returns the adapter with its current values.
+    /// Returns the adapter with its current values; none if the weights are trained.
     ///
     /// # Errors
     /// [`TrainError::Diverged`] for values that are not finite; [`TrainError::Device`].
-    pub fn adapter(&self) -> Result<Adapter, TrainError> {
-        let Some(values) = self.values.clone() else { return Ok(self.adapter.clone()) };
-        let all = self.adapter.values().len();
-        let values = self.engine.on_host(values.reshape([1, all]))?;
+    pub fn adapter(&self) -> Result<Option<Adapter>, TrainError> {
+        let Subject::Adapter(adapter) = &self.subject else { return Ok(None) };
+        let flat = self.state.as_ref().and_then(|state| state.adapter.as_ref());
+        let Some(flat) = flat else { return Ok(Some(adapter.clone())) };
+        let values = flat.values().clone();
+        let all = values.dims()[0];
+        let values = flat.unpadded(&self.engine.on_host(values.reshape([1, all]))?);
         match values.iter().all(|value| value.is_finite()) {
-            true => Ok(self.adapter.clone().with_values(values)),
+            true => Ok(Some(adapter.clone().with_values(values))),
             false => Err(TrainError::Diverged { step: self.done }),
         }
     }
@@ -381,14 +422,21 @@ impl Trainer {
     /// The errors of [`Trainer::save`].
     pub fn save_into(&self, folder: &mut Staged) -> Result<(), TrainError> {
         let model = self.engine.folder().display().to_string();
-        Ok(self.adapter()?.write(folder, self.engine.config(), &model)?)
+        let adapter = self.adapter()?.ok_or(TrainError::NoAdapter)?;
+        Ok(adapter.write(folder, self.engine.config(), &model)?)
+    }
+}
+
+fn trained<'a>(subject: &'a Subject, adapter: Option<&'a FlatAdapter>) -> Trained<'a> {
+    match subject {
+        Subject::Adapter(_) => Trained::Adapter(adapter.expect("it is on the device")),
+        Subject::Weights { weights, .. } => Trained::Weights(weights),
     }
 }
 
 /// Size of a step.
 #[derive(Default)]
 struct StepSize {
-    micro_batches: usize,
     /// Number of examples of the largest micro-batch.
     batch: usize,
     /// Number of tokens of the longest example.
@@ -399,7 +447,6 @@ struct StepSize {
 
 impl StepSize {
     fn add<'a>(&mut self, batch: impl IntoIterator<Item = &'a Example>) {
-        self.micro_batches += 1;
         let mut examples = 0;
         for example in batch {
             examples += 1;
@@ -410,42 +457,42 @@ impl StepSize {
     }
 }
 
-/// Returns Σ x², in two stages: some devices bound the iterations of a loop.
-fn square_sum(x: Tensor<1>) -> Tensor<1> {
-    const ROW: usize = 1024;
-    let [len] = x.dims();
-    let padding = Tensor::zeros([len.next_multiple_of(ROW) - len], &x.device());
-    let squares = x.clone() * x;
-    let squares =
-        if len.is_multiple_of(ROW) { squares } else { Tensor::cat(vec![squares, padding], 0) };
-    squares.reshape([len.div_ceil(ROW), ROW]).sum_dim(1).sum()
-}
-
-fn plus(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
-    match sum {
-        Some(sum) => sum + more,
-        None => more,
-    }
-}
-
 impl TrainOptions {
     /// # Errors
     /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
-        // Training computes in f32.
-        let positive = |value: f64| (value as f32).is_finite() && value > 0.0;
-        let rules = [
-            ("learning rate", self.schedule.learning_rate, true),
-            ("weight decay", self.weight_decay, false),
-            ("clip", self.max_grad_norm.unwrap_or(1.0), true),
-        ];
-        for (name, value, above) in rules {
-            if !(positive(value) || (!above && value == 0.0)) {
-                let range =
-                    if above { "above 0 and within f32" } else { "of 0 or more, within f32" };
-                return Err(TrainError::Option { name, value, range });
-            }
-        }
-        Ok(())
+        check(&self.schedule, &self.optimizer)
+    }
+}
+
+impl FullOptions {
+    /// # Errors
+    /// [`TrainError::Option`] for a number out of range.
+    pub fn check(&self) -> Result<(), TrainError> {
+        check(&self.schedule, &self.optimizer)
+    }
+}
+
+/// Checks numbers; training computes in f32.
+fn check(schedule: &Schedule, optimizer: &AdamWOptions) -> Result<(), TrainError> {
+    const ABOVE: &str = "above 0 and within f32";
+    let finite = |value: f64| (value as f32).is_finite();
+    let above = |value: f64| finite(value) && value > 0.0;
+    let rate = |value: f64| (0.0..1.0).contains(&value);
+    let AdamWOptions { beta1, beta2, eps, weight_decay, max_grad_norm, .. } = *optimizer;
+    let clip = max_grad_norm.unwrap_or(1.0);
+    let learning_rate = schedule.learning_rate;
+    let decays = finite(weight_decay) && weight_decay >= 0.0;
+    let rules = [
+        ("learning rate", learning_rate, above(learning_rate), ABOVE),
+        ("weight decay", weight_decay, decays, "of 0 or more, within f32"),
+        ("clip", clip, above(clip), ABOVE),
+        ("beta1", beta1, rate(beta1), "from 0 to below 1"),
+        ("beta2", beta2, rate(beta2), "from 0 to below 1"),
+        ("eps", eps, (eps as f32) > 0.0 && finite(eps), ABOVE),
+    ];
+    match rules.into_iter().find(|(_, _, valid, _)| !valid) {
+        Some((name, value, _, range)) => Err(TrainError::Option { name, value, range }),
+        None => Ok(()),
     }
 }

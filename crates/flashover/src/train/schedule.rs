@@ -1,4 +1,4 @@
-//! Learning rate and loss scale of each step.
+//! Learning rate of each step.
 
 use std::f64::consts::PI;
 
@@ -40,53 +40,6 @@ impl Schedule {
     }
 }
 
-/// Loss scale for gradients in f16: losses are multiplied by it, so that small gradients do not underflow. It halves
-/// when gradients overflow and doubles after many steps without overflow.
-///
-/// Source: Micikevicius et al., Mixed Precision Training, 2017 (arXiv:1710.03740).
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct LossScale {
-    scale: f64,
-    /// Number of steps since the last change; none for a constant scale.
-    steady: Option<u32>,
-}
-
-/// Number of steps without overflow before the scale doubles.
-const PATIENCE: u32 = 2000;
-const LARGEST: f64 = 16_777_216.0;
-
-impl LossScale {
-    /// Returns a constant scale of 1, for dtypes with the exponents of f32.
-    pub(super) const fn none() -> Self {
-        Self { scale: 1.0, steady: None }
-    }
-
-    pub(super) const fn adaptive() -> Self {
-        Self { scale: 65536.0, steady: Some(0) }
-    }
-
-    pub(super) const fn now(&self) -> f64 {
-        self.scale
-    }
-
-    /// Updates the scale after a step, given whether its gradients were finite. Returns false if the step must be
-    /// skipped.
-    pub(super) fn took(&mut self, finite: bool) -> bool {
-        let Some(steady) = &mut self.steady else { return true };
-        if !finite && self.scale > 1.0 {
-            *steady = 0;
-            self.scale /= 2.0;
-            return false;
-        }
-        *steady += 1;
-        if *steady == PATIENCE {
-            *steady = 0;
-            self.scale = (2.0 * self.scale).min(LARGEST);
-        }
-        true
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,22 +57,5 @@ mod tests {
         assert!((fall.rate(2) - 1.0).abs() < 1e-12 && fall.rate(4) < 1e-12 && fall.rate(9) < 1e-12);
         // All steps are warm-up.
         assert!(of(8, Some(4)).rate(8).is_finite());
-    }
-
-    #[test]
-    fn the_scale_falls_at_once_and_grows_late() {
-        let mut scale = LossScale::adaptive();
-        assert!(!scale.took(false) && scale.now() == 32768.0);
-        for step in 1..PATIENCE {
-            assert!(scale.took(true) && scale.now() == 32768.0, "{step}");
-        }
-        assert!(scale.took(true) && scale.now() == 65536.0);
-        for _ in 0..16 {
-            assert!(!scale.took(false));
-        }
-        // At scale 1 the gradients themselves are not finite, so the step is not skipped.
-        assert!(scale.now() == 1.0 && scale.took(false));
-        let mut none = LossScale::none();
-        assert!(none.took(false) && none.now() == 1.0);
     }
 }

@@ -2,8 +2,8 @@
 
 use checkpoint::Checkpoint;
 use flashover::train::{
-    Adapter, Dataset, DatasetError, Example, LoraOptions, Recompute, Schedule, TrainError,
-    TrainOptions, Trainer,
+    AdamWOptions, Adapter, Dataset, DatasetError, Example, LoraOptions, Recompute, Schedule,
+    TrainError, TrainOptions, Trainer,
 };
 use flashover::{Engine, EngineOptions, ModelFolder};
 use models::Weights;
@@ -20,6 +20,11 @@ fn options(rank: usize, learning_rate: f64) -> TrainOptions {
         schedule: Schedule::constant(learning_rate),
         ..TrainOptions::default()
     }
+}
+
+fn adamw(mut options: TrainOptions, change: impl Fn(&mut AdamWOptions)) -> TrainOptions {
+    change(&mut options.optimizer);
+    options
 }
 
 /// Runs six steps of AdamW with clipped gradients and compares them with PyTorch and PEFT.
@@ -48,7 +53,7 @@ fn losses_are_those_of_peft() {
         };
         let weights = Weights::open(fixture(name)).expect("a fixture");
         let adapter = Adapter::open(&folder, &weights).expect("PEFT wrote it");
-        let options = TrainOptions { weight_decay: 0.01, ..options(4, 1e-2) };
+        let options = adamw(options(4, 1e-2), |own| own.weight_decay = 0.01);
         // Two micro-batches equal one batch, and recomputation equals kept activations.
         for (batches, recompute) in [
             (vec![vec![example(0), example(1)]], Recompute::Layers),
@@ -86,7 +91,7 @@ fn an_adapter_is_learned_saved_and_loaded() {
     trainer.save(target.path()).expect("it is empty");
     let open = || ModelFolder::open(fixture("llama")).expect("a fixture");
     let read = open().adapter(target.path()).expect("just written");
-    assert_eq!(read.values(), trainer.adapter().expect("numbers").values());
+    assert_eq!(read.values(), trainer.adapter().expect("numbers").expect("an adapter").values());
     let folder = open().with_adapter(target.path()).expect("just written");
     let adapted =
         Engine::from_folder(&cpu(), folder, &EngineOptions::default(), |_| {}).expect("dense");
@@ -107,17 +112,18 @@ fn options_that_mean_nothing_are_refused() {
     for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         assert!(refused(options(4, rate)).starts_with("learning rate is "), "{rate}");
     }
+    let with = |change: fn(&mut AdamWOptions)| refused(adamw(options(4, 1e-3), change));
+    assert!(with(|own| own.weight_decay = -0.1).contains("weight decay is -0.1"));
+    assert!(with(|own| own.max_grad_norm = Some(0.0)).contains("clip is 0"));
     assert!(
-        refused(TrainOptions { weight_decay: -0.1, ..options(4, 1e-3) }).contains("weight decay")
+        with(|own| own.beta1 = 1.0).contains("beta1 is 1\nhint: use a number from 0 to below 1")
     );
-    assert!(
-        refused(TrainOptions { max_grad_norm: Some(0.0), ..options(4, 1e-3) })
-            .contains("clip is 0")
-    );
+    assert!(with(|own| own.beta2 = f64::NAN).contains("beta2 is NaN"));
+    assert!(with(|own| own.eps = 1e-60).contains("eps is 0.0000"));
     assert!(refused(options(0, 1e-3)).contains("rank 0"));
     let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
     assert!(matches!(trainer.step(&[]), Err(TrainError::Model(_))));
-    let before = trainer.adapter().expect("numbers");
+    let before = trainer.adapter().expect("numbers").expect("an adapter");
     // With an excessive learning rate the next step diverges.
     let mut wild = Trainer::from_adapter(engine, before, options(4, 1e30)).expect("finite");
     let batch = vec![vec![Example { tokens: vec![5, 6, 7], from: 0 }]];

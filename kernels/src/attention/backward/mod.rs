@@ -207,15 +207,18 @@ impl Kernel for AttentionBackward {
         let forward = &problem.forward;
         let [q, kv] = [(forward.heads, forward.seq_q), (forward.kv_heads, forward.seq_kv)]
             .map(|(heads, seq)| (forward.batch * heads * seq * forward.head_dim) as usize);
-        // Of gradients with gaps between rows, which are not written, only the first row.
-        let written = |len, dense| if len == dense { len } else { forward.head_dim as usize };
-        [
-            (&operands.dq, written(dq, q)),
-            (&operands.dk, written(dk, kv)),
-            (&operands.dv, written(dv, kv)),
+        // Gaps between rows are not written: then one row is compared. The first of dq is 0 with a causal mask.
+        let row = forward.head_dim as usize;
+        let last = (dq - row) as u64 * dtype.size() as u64;
+        let output = |handle: &Handle, from: u64, len: usize, dense: usize| {
+            let (from, len) = if len == dense { (0, len) } else { (from, row) };
+            Output { handle: handle.clone().offset_start(from), dtype, len, tolerance }
+        };
+        vec![
+            output(&operands.dq, last, dq, q),
+            output(&operands.dk, 0, dk, kv),
+            output(&operands.dv, 0, dv, kv),
         ]
-        .map(|(handle, len)| Output { handle: handle.clone(), dtype, len, tolerance })
-        .to_vec()
     }
 
     /// Two f32 values per query.

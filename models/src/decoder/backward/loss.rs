@@ -9,33 +9,51 @@
 //! Chunks are of equal length: at most the rows that 2³⁰ bytes of logits hold, but at least 4096. Then reading W, and adding to dW, costs less than
 //! multiplying.
 
-use burn::tensor::{IndexingUpdateOp, Tensor};
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Tensor};
 use ops::training::{LossOptions, add_product, cross_entropy};
 use ops::{Epilogue, linear, matmul};
 
-use super::{FlatWeights, Gradients, Pass};
-use crate::Error;
+use super::{Learns, Pass};
+use crate::decoder::joined;
 use crate::names::Slot;
+use crate::{DecoderConfig, Error};
 
 /// Fewest rows of a chunk, if the batch has them.
 const ROWS: usize = 4096;
 /// Bytes of logits of a chunk, unless it then had fewer rows.
 const BYTES: usize = 1 << 30;
 
+/// Returns the rows of a chunk, for `count` rows of logits of this width.
+fn rows_at_once(count: usize, width: usize, dtype: DType) -> usize {
+    let chunks = count.div_ceil((BYTES / (width * dtype.size())).max(ROWS));
+    count.div_ceil(chunks.max(1))
+}
+
+impl DecoderConfig {
+    /// Returns the number of rows whose logits are live at once during training.
+    pub(crate) fn rows_with_loss(&self, rows: usize, dtype: FloatDType) -> usize {
+        rows_at_once(rows, self.vocab, dtype.into())
+    }
+}
+
 impl Pass<'_> {
-    /// Returns the loss `[1]`, and the gradient of x `[rows, hidden]`.
+    /// Returns the loss `[1]`, and with a weight the gradient of `weight` · `scale` · loss with respect to x `[rows, hidden]`.
     pub(super) fn loss(
         &self,
-        flat: &FlatWeights,
-        gradients: &Gradients,
         x: Tensor<2>,
-        (weight, scale): (f64, Tensor<1>),
-    ) -> Result<(Tensor<1>, Tensor<2>), Error> {
+        weight: Option<(f64, Tensor<1>)>,
+    ) -> Result<(Tensor<1>, Option<Tensor<2>>), Error> {
         let _part = trace::span(|| "loss");
         let (decoder, batch) = (self.decoder, self.batch);
         let (ctx, config) = (&decoder.ctx, &decoder.config);
         let slot = if config.tie_embeddings { Slot::Embedding } else { Slot::Head };
-        let (head, dhead) = (flat.padded(slot)?, gradients.matrix(slot)?);
+        let (head, dhead) = match self.learns {
+            Learns::Weights(flat) => {
+                let sums = self.gradients.map(|own| own.matrix(flat.parameters(), slot));
+                (flat.padded(slot)?, sums.transpose()?)
+            }
+            Learns::Factors(_) => (decoder.head.dense()?, None),
+        };
         let shape = x.dims();
         let learned = match &batch.rows {
             Some(rows) => x.clone().select(0, rows.clone()),
@@ -43,16 +61,18 @@ impl Pass<'_> {
         };
         let y = decoder.norm(&decoder.final_norm, learned.clone(), None)?;
         let count = y.dims()[0];
-        let weights = (scale * weight).expand([count]);
+        let gradient = weight.is_some();
+        let weights: Tensor<1> = match weight {
+            Some((weight, scale)) => (scale * weight).expand([count]),
+            None => Tensor::ones([count], (&decoder.device, DType::F32)),
+        };
         let options = LossOptions {
             vocab: config.vocab,
             softcap: config.logit_softcap.map(|cap| cap as f32),
             temperature: 1.0,
-            gradient: true,
+            gradient,
         };
-        let size = y.dtype().size() * head.dims()[0];
-        let chunks = count.div_ceil((BYTES / size).max(ROWS));
-        let at_once = count.div_ceil(chunks);
+        let at_once = rows_at_once(count, head.dims()[0], y.dtype());
         let (mut loss, mut parts) = (None, Vec::new());
         for from in (0..count).step_by(at_once) {
             let to = (from + at_once).min(count);
@@ -64,13 +84,21 @@ impl Pass<'_> {
             let own = -stats.log_probability.sum();
             loss = Some(loss.map_or(own.clone(), |loss: Tensor<1>| loss + own));
             decoder.note_memory();
-            add_product(ctx, logits.clone().transpose(), y, &dhead, true)?;
+            if !gradient {
+                continue;
+            }
+            if let Some(dhead) = &dhead {
+                add_product(ctx, logits.clone().transpose(), y, dhead, true)?;
+            }
             let dy = matmul(ctx, logits, head.clone(), Epilogue::default())?;
             parts.push(decoder.paced(dy)?);
         }
-        let (loss, dy) = (loss.expect("something is learned"), crate::decoder::joined(parts, 0));
-        let dx =
-            self.norm_backward(&decoder.final_norm, learned, dy, None, Slot::FinalNorm, gradients)?;
+        let loss = loss.expect("something is learned");
+        if !gradient {
+            return Ok((loss, None));
+        }
+        let dy = joined(parts, 0);
+        let dx = self.norm_backward(&decoder.final_norm, learned, dy, None, Slot::FinalNorm)?;
         let dx = match &batch.rows {
             None => dx,
             Some(rows) => {
@@ -79,6 +107,6 @@ impl Pass<'_> {
                 empty.select_assign(0, rows.clone(), dx, IndexingUpdateOp::Add)
             }
         };
-        Ok((loss, dx))
+        Ok((loss, Some(dx)))
     }
 }

@@ -1,4 +1,4 @@
-//! Gradients of all weights, by an explicit backward pass.
+//! Gradients of all weights, or of an adapter, by an explicit backward pass.
 //!
 //! ```text
 //! x₀ = embed(tokens)
@@ -8,40 +8,104 @@
 //! table gradients += rows of dx, sorted by token and by position
 //! ```
 //!
-//! Gradients of weights are added to one flat buffer in f32, so that micro-batches accumulate without a further pass. No node
-//! of an autodiff graph exists: each formula is written once, for all families, and calls the same kernels as the forward
-//! pass. All sums have a fixed order, so that two calls give the same bits.
+//! Gradients of weights are added to one flat buffer in f32, so that micro-batches accumulate without a further pass. An
+//! adapter's factors are part of their projections, as in [`UnmergedLora`](super::unmerged_lora::UnmergedLora); layers below the
+//! lowest adapted one have no backward pass. No node of an autodiff graph exists: each formula is written once, for all families
+//! and both uses, and calls the same kernels as the forward pass. All sums have a fixed order, so that two calls give the same
+//! bits.
+//!
+//! What a layer keeps for its gradients is [`Recompute`]'s choice (Chen et al., 2016, arXiv:1604.06174). Sequences are padded on
+//! the right; a causal model does not attend to the padding, and the loss ignores it.
 
+mod attention;
+mod factors;
+mod feed_forward;
 mod layer;
 mod loss;
 
-use std::sync::Arc;
+use std::ops::Range;
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use ops::Ctx;
 use ops::training::{NormGradients, embed_backward};
 
 use super::batch::TrainBatch;
-use super::flat::FlatWeights;
+use super::flat::{FlatWeights, zeros};
+use super::flat_adapter::FlatAdapter;
 use super::{Decoder, rounded};
 use crate::names::{Side, Slot};
-use crate::{Error, Example, Parameters, Recompute};
+use crate::parameters::Group;
+use crate::{Error, Example, Parameters};
+use factors::Factors;
+use layer::Kept;
 
-/// Gradients of all parameters in one buffer in f32, laid out by [`Parameters`]. Clones share the buffer.
+/// Activations that the backward pass recomputes instead of keeping them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Recompute {
+    /// All activations of a layer except its input.
+    #[default]
+    Layers,
+    /// Activations inside of feed-forward blocks, which are the most, and results of norms.
+    FeedForward,
+    /// Results of norms.
+    Norms,
+    /// None: all activations are kept, which takes more memory and saves a forward pass.
+    Nothing,
+}
+
+impl Recompute {
+    /// All levels, the one with the least memory first.
+    pub const ALL: [Self; 4] = [Self::Layers, Self::FeedForward, Self::Norms, Self::Nothing];
+
+    /// Returns the name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Layers => "layers",
+            Self::FeedForward => "feed-forward",
+            Self::Norms => "norms",
+            Self::Nothing => "nothing",
+        }
+    }
+}
+
+/// Values that training changes.
+#[derive(Debug, Clone, Copy)]
+pub enum Trained<'a> {
+    /// All weights of a decoder that reads them from this buffer ([`Decoder::of_flat`]).
+    Weights(&'a FlatWeights),
+    /// An adapter of a decoder.
+    Adapter(&'a FlatAdapter),
+}
+
+impl Trained<'_> {
+    /// Returns the buffer of all values.
+    pub const fn values(&self) -> &Tensor<1> {
+        match self {
+            Self::Weights(flat) => flat.values(),
+            Self::Adapter(flat) => flat.values(),
+        }
+    }
+
+    /// Returns the groups of the buffer.
+    pub fn groups(&self) -> Vec<(Group, Range<usize>)> {
+        match self {
+            Self::Weights(flat) => flat.parameters().groups().to_vec(),
+            Self::Adapter(flat) => flat.groups(),
+        }
+    }
+}
+
+/// Gradients of all trained values in one buffer in f32, with the layout of the values. Clones share the buffer.
 #[derive(Debug, Clone)]
 pub struct Gradients {
-    parameters: Arc<Parameters>,
     sums: Tensor<1>,
 }
 
 impl Gradients {
     /// Creates a buffer of zeros.
-    pub fn zeros(parameters: Arc<Parameters>, device: &Device) -> Self {
-        let len = parameters.len();
-        let sums = device.memory_persistent_allocations((), move |()| {
-            Tensor::<1>::zeros([len], (device, DType::F32))
-        });
-        Self { parameters, sums }
+    pub fn zeros(trained: Trained<'_>) -> Self {
+        let values = trained.values();
+        Self { sums: zeros(values.dims()[0], FloatDType::F32, &values.device()) }
     }
 
     /// Returns the buffer.
@@ -57,20 +121,51 @@ impl Gradients {
         Ok(ops::training::clear(ctx, &self.sums)?)
     }
 
-    fn matrix(&self, slot: Slot) -> Result<Tensor<2>, Error> {
-        let tensor = self.parameters.tensor(slot, Side::Weight).expect("the decoder has it");
+    fn matrix(&self, parameters: &Parameters, slot: Slot) -> Result<Tensor<2>, Error> {
+        let tensor = parameters.tensor(slot, Side::Weight).expect("the decoder has it");
         Ok(ops::view(&self.sums, tensor.at, [tensor.rows(), tensor.shape[1]])?)
     }
 
     /// Returns the gradient of a vector, if the decoder has it.
-    fn vector(&self, slot: Slot, side: Side) -> Result<Option<Tensor<1>>, Error> {
-        let Some(tensor) = self.parameters.tensor(slot, side) else { return Ok(None) };
+    fn vector(
+        &self,
+        parameters: &Parameters,
+        slot: Slot,
+        side: Side,
+    ) -> Result<Option<Tensor<1>>, Error> {
+        let Some(tensor) = parameters.tensor(slot, side) else { return Ok(None) };
         Ok(Some(ops::view(&self.sums, tensor.at, [tensor.len()])?))
     }
 
-    fn norm(&self, slot: Slot) -> Result<NormGradients, Error> {
-        let weight = self.vector(slot, Side::Weight)?.expect("a norm has a weight");
-        Ok(NormGradients { weight, bias: self.vector(slot, Side::Bias)?, accumulate: true })
+    fn norm(&self, parameters: &Parameters, slot: Slot) -> Result<NormGradients, Error> {
+        let weight = self.vector(parameters, slot, Side::Weight)?.expect("a norm has a weight");
+        let bias = self.vector(parameters, slot, Side::Bias)?;
+        Ok(NormGradients { weight, bias, accumulate: true })
+    }
+}
+
+/// Values whose gradients a pass adds.
+enum Learns<'a> {
+    /// All weights.
+    Weights(&'a FlatWeights),
+    /// The factors of an adapter.
+    Factors(Box<Factors<'a>>),
+}
+
+impl<'a> Learns<'a> {
+    fn new(decoder: &'a Decoder, trained: Trained<'a>) -> Result<Self, Error> {
+        Ok(match trained {
+            Trained::Weights(flat) => Self::Weights(flat),
+            Trained::Adapter(flat) => Self::Factors(Box::new(Factors::new(decoder, flat)?)),
+        })
+    }
+
+    /// Returns the lowest layer that needs gradients.
+    fn lowest(&self) -> usize {
+        match self {
+            Self::Weights(_) => 0,
+            Self::Factors(factors) => factors.lowest(),
+        }
     }
 }
 
@@ -79,53 +174,122 @@ impl Gradients {
 struct Pass<'a> {
     decoder: &'a Decoder,
     batch: &'a TrainBatch,
+    learns: &'a Learns<'a>,
+    /// None to compute the loss alone.
+    gradients: Option<&'a Gradients>,
+}
+
+impl Pass<'_> {
+    /// Returns the output of the last layer, and what the gradients of the layers from `lowest` on need.
+    fn through_layers(
+        &self,
+        lowest: usize,
+        recompute: Recompute,
+    ) -> Result<(Tensor<2>, Vec<Kept>), Error> {
+        let mut x = self.batch.embedded(self.decoder)?;
+        let mut kept = Vec::new();
+        for index in 0..self.decoder.layers.len() {
+            let _layer = trace::span(|| format!("layer {index}"));
+            let (out, own) = self.forward(index, x, recompute)?;
+            if index >= lowest {
+                kept.push(own);
+            }
+            x = out;
+        }
+        Ok((x, kept))
+    }
+
+    /// Returns the gradient of the embedding if `lowest` is 0 and all weights are trained.
+    fn back_through_layers(
+        &self,
+        mut kept: Vec<Kept>,
+        mut dx: Tensor<2>,
+        lowest: usize,
+    ) -> Result<Option<Tensor<2>>, Error> {
+        let whole = matches!(self.learns, Learns::Weights(_));
+        for index in (lowest..self.decoder.layers.len()).rev() {
+            let _layer = trace::span(|| format!("backward {index}"));
+            self.decoder.note_memory();
+            let own = kept.pop().expect("one per layer");
+            match self.backward(index, own, dx, index > lowest || whole)? {
+                Some(below) => dx = below,
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(dx))
+    }
 }
 
 impl Decoder {
     /// Adds the gradient of `weight` · loss to `gradients`, where the loss is the sum of -ln p over the learned tokens of the
-    /// batch. Returns the loss `[1]` in f32, and the number of learned tokens.
-    ///
-    /// `flat` holds this decoder's weights ([`Decoder::of_flat`]). `scale` `[1]` is a further factor, on the device.
+    /// batch. Returns the loss `[1]` in f32, and the number of learned tokens. `scale` `[1]` is a further factor, on the device.
     ///
     /// # Errors
     /// [`Error::NothingToLearn`] for a batch without target tokens or with an empty sequence. [`Error::Token`].
     /// [`Error::Context`] for a sequence longer than the context length of the model. [`Error::Op`].
     pub fn add_gradients(
         &self,
-        flat: &FlatWeights,
+        trained: Trained<'_>,
         gradients: &Gradients,
         batch: &[Example],
         (weight, scale): (f64, Tensor<1>),
         recompute: Recompute,
     ) -> Result<(Tensor<1>, usize), Error> {
         let _stream_guard = ops::stream_guard();
-        let batch = TrainBatch::new(self, batch)?;
-        let pass = Pass { decoder: self, batch: &batch };
-        let layers = self.layers.len();
-        let mut x = batch.embedded(self)?;
-        let mut kept = Vec::with_capacity(layers);
-        for index in 0..layers {
-            let _layer = trace::span(|| format!("layer {index}"));
-            let (out, own) = pass.forward(index, x, recompute)?;
-            kept.push(own);
-            x = out;
+        let batch = &TrainBatch::new(self, batch)?;
+        let learns = Learns::new(self, trained)?;
+        let lowest = learns.lowest();
+        let pass = Pass { decoder: self, batch, learns: &learns, gradients: Some(gradients) };
+        let (x, kept) = pass.through_layers(lowest, recompute)?;
+        let (loss, dx) = pass.loss(x, Some((weight, scale)))?;
+        let dx = pass.back_through_layers(kept, dx.expect("it is asked for"), lowest)?;
+        if let (Trained::Weights(flat), Some(dx)) = (trained, dx) {
+            self.add_tables(flat.parameters(), gradients, batch, dx)?;
         }
-        let (loss, mut dx) = pass.loss(flat, gradients, x, (weight, scale))?;
-        for index in (0..layers).rev() {
-            let _layer = trace::span(|| format!("backward {index}"));
-            self.note_memory();
-            let own = kept.pop().expect("one per layer");
-            dx = pass.backward(index, own, dx, gradients)?;
-        }
+        Ok((loss, batch.count))
+    }
+
+    /// Adds the gradients of the embedding, and of positions, given that of the first layer's input.
+    fn add_tables(
+        &self,
+        parameters: &Parameters,
+        gradients: &Gradients,
+        batch: &TrainBatch,
+        dx: Tensor<2>,
+    ) -> Result<(), Error> {
         let _part = trace::span(|| "embedding");
         let scale = self.config.embedding_scale.map_or(1.0, |scale| rounded(scale, self.dtype));
         let (ctx, looked_up) = (&self.ctx, &batch.looked_up);
         if self.positions.is_some() {
-            let table = gradients.matrix(Slot::Positions)?;
+            let table = gradients.matrix(parameters, Slot::Positions)?;
             embed_backward(ctx, dx.clone(), &looked_up.positions(&self.device), &table, 1.0)?;
         }
-        let table = gradients.matrix(Slot::Embedding)?;
-        embed_backward(ctx, dx, &looked_up.tokens(&self.device), &table, scale)?;
-        Ok((loss, batch.count))
+        let table = gradients.matrix(parameters, Slot::Embedding)?;
+        Ok(embed_backward(ctx, dx, &looked_up.tokens(&self.device), &table, scale)?)
+    }
+
+    /// Computes the sum of -ln p over the learned tokens of a batch, `[1]` in f32, and the number of these tokens.
+    ///
+    /// # Errors
+    /// The errors of [`Decoder::add_gradients`].
+    pub fn loss_of(
+        &self,
+        trained: Trained<'_>,
+        batch: &[Example],
+    ) -> Result<(Tensor<1>, usize), Error> {
+        let _stream_guard = ops::stream_guard();
+        let batch = &TrainBatch::new(self, batch)?;
+        let learns = Learns::new(self, trained)?;
+        let pass = Pass { decoder: self, batch, learns: &learns, gradients: None };
+        let (x, _) = pass.through_layers(self.layers.len(), Recompute::Layers)?;
+        Ok((pass.loss(x, None)?.0, batch.count))
+    }
+
+    /// Records memory use in a trace.
+    fn note_memory(&self) {
+        trace::memory(|| {
+            let usage = self.device.memory_pool_usage();
+            usage.map_or((0, 0), |usage| (usage.bytes_in_use, usage.bytes_reserved))
+        });
     }
 }

@@ -1,0 +1,118 @@
+//! The feed-forward block of a layer, forward and backward. See [`layer`](super::layer).
+
+use burn::tensor::Tensor;
+use ops::training::{activate, activation_backward};
+use ops::{columns, shared_columns};
+
+use super::Pass;
+use crate::Error;
+use crate::decoder::projection::{Ffn, Projection};
+use crate::names::{Part, Slot};
+
+/// Tensors of the block that its gradients need, besides its input.
+#[derive(Debug)]
+pub(super) struct FeedForward {
+    /// norm'(m); none if it is computed again.
+    pub(super) y: Option<Tensor<2>>,
+    /// Gate, or up without a gate, before the activation.
+    z: Tensor<2>,
+    up: Option<Tensor<2>>,
+    /// z and up as one matrix, if they share its memory.
+    joint: Option<Tensor<2>>,
+    /// Input of the norm after the block, if any.
+    down: Option<Tensor<2>>,
+}
+
+impl Pass<'_> {
+    /// Runs the block for m `[rows, hidden]`. With `last` false, its output is left out unless the gradients need it.
+    pub(super) fn feed_forward(
+        &self,
+        index: usize,
+        m: &Tensor<2>,
+        last: bool,
+    ) -> Result<(Option<Tensor<2>>, FeedForward), Error> {
+        let (layer, config) = (self.weights(index), &self.decoder.config);
+        let y = self.norm(&layer.ffn_norm, m.clone(), None)?;
+        let inner = layer.ffn.inner_projections();
+        let made = self.apply(&inner[0], y.clone(), None)?;
+        let (z, up, joint) = match (&layer.ffn, &inner[..]) {
+            (Ffn::Joint { .. }, _) => {
+                let half = config.ffn_hidden;
+                let halves = [0..half, half..2 * half];
+                let [z, up] = halves.clone().map(|half| shared_columns(&made, half));
+                match (z?, up?) {
+                    (Some(z), Some(up)) => (z, Some(up), Some(made)),
+                    _ => {
+                        let [z, up] = halves.map(|half| columns(made.clone(), half));
+                        (z?, Some(up?), None)
+                    }
+                }
+            }
+            (_, [_, up]) => (made, Some(self.apply(up, y.clone(), None)?), None),
+            _ => (made, None, None),
+        };
+        let (mut out, mut input) = (None, None);
+        if last || layer.ffn_post_norm.is_some() {
+            let h = activate(&self.decoder.ctx, z.clone(), up.clone(), config.activation)?;
+            let (h, down) = (self.decoder.paced(h)?, layer.ffn.down());
+            match &layer.ffn_post_norm {
+                None => out = Some(self.apply(down, h, Some(m.clone()))?),
+                Some(norm) => {
+                    let down = self.apply(down, h, None)?;
+                    if last {
+                        out = Some(self.norm(norm, down.clone(), Some(m.clone()))?);
+                    }
+                    input = Some(down);
+                }
+            }
+        }
+        Ok((out, FeedForward { y: Some(y), z, up, joint, down: input }))
+    }
+
+    /// Returns the gradient of the block's input m, given that of its output, and adds those of what is trained.
+    pub(super) fn feed_forward_backward(
+        &self,
+        index: usize,
+        m: Tensor<2>,
+        FeedForward { y, z, up, joint, down }: FeedForward,
+        dout: Tensor<2>,
+    ) -> Result<Tensor<2>, Error> {
+        let layer = self.weights(index);
+        let at = |part| Slot::Layer(index, part);
+        let given = match (&layer.ffn_post_norm, down) {
+            (Some(norm), Some(down)) => {
+                self.norm_backward(norm, down, dout.clone(), None, at(Part::FfnPostNorm))?
+            }
+            _ => dout.clone(),
+        };
+        let y = match y {
+            Some(y) => y,
+            None => self.norm(&layer.ffn_norm, m.clone(), None)?,
+        };
+        let (inner, down) = (layer.ffn.inner_projections(), layer.ffn.down());
+        let given = self.upstream(down, given)?;
+        let dh = self.input_gradient(down, &given, None)?;
+        let activation = self.decoder.config.activation;
+        activation_backward(&self.decoder.ctx, &dh, &z, up.as_ref(), activation)?;
+        // Now dh holds h, and z and up hold their gradients.
+        self.add_gradient(given, dh, at(Part::Down))?;
+        let through = |own: &Projection, dout, residual, slot| {
+            let dout = self.upstream(own, dout)?;
+            let dy = self.input_gradient(own, &dout, residual)?;
+            self.add_gradient(dout, y.clone(), at(slot))?;
+            Ok::<_, Error>(dy)
+        };
+        let dy = match (&layer.ffn, up) {
+            (Ffn::Joint { .. }, Some(up)) => {
+                let both = joint.unwrap_or_else(|| Tensor::cat(vec![z, up], 1));
+                through(&inner[0], both, None, Part::Gate)?
+            }
+            (_, Some(up)) => {
+                let dy = through(&inner[0], z, None, Part::Gate)?;
+                through(&inner[1], up, Some(dy), Part::Up)?
+            }
+            (_, None) => through(&inner[0], z, None, Part::Up)?,
+        };
+        self.norm_backward(&layer.ffn_norm, m, dy, Some(dout), at(Part::FfnNorm))
+    }
+}
