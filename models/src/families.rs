@@ -55,6 +55,11 @@ impl Family {
         self.definition().prefixes
     }
 
+    /// Returns the class that transformers loads a model of this family with.
+    pub fn architecture(self) -> &'static str {
+        self.definition().architecture
+    }
+
     pub(crate) fn ignored(self) -> &'static [&'static str] {
         self.definition().ignored
     }

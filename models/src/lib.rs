@@ -35,6 +35,7 @@
 pub mod config;
 pub mod decoder;
 mod error;
+pub mod export;
 mod families;
 mod fields;
 pub mod footprint;

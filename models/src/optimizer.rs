@@ -127,6 +127,20 @@ impl Optimizer {
         &self.control
     }
 
+    /// Returns all state with its names: moments of each group, the scales of 8-bit moments, and the state of the steps.
+    pub fn buffers(&self) -> Vec<(String, Tensor<1>)> {
+        let mut all = vec![("control".to_owned(), self.control.clone())];
+        for (index, (_, _, state)) in self.groups.iter().enumerate() {
+            all.push((format!("m.{index}"), state.m.clone()));
+            all.push((format!("v.{index}"), state.v.clone()));
+            if let Some(BlockScales { absmax, .. }) = &state.scales {
+                let len = absmax.shape().num_elements();
+                all.push((format!("absmax.{index}"), absmax.clone().reshape([len])));
+            }
+        }
+        all
+    }
+
     /// Takes a step by the gradient of the scaled loss.
     ///
     /// # Errors

@@ -1,5 +1,7 @@
 //! Configurations of public models, from their `config.json`.
 
+use serde_json::{Value, json};
+
 use crate::DecoderConfig;
 
 /// The fields of a model's `config.json` that change the logits.
@@ -168,6 +170,16 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 pub fn named(name: &str) -> Option<DecoderConfig> {
     let published = PUBLISHED.iter().find(|published| published.name == name)?;
     Some(DecoderConfig::from_json(published.json).expect("every published text is tested to read"))
+}
+
+/// Returns the `config.json` of a public model whose weights have a dtype, such as `bfloat16`.
+pub fn config_json(name: &str, dtype: &str) -> Option<String> {
+    let published = PUBLISHED.iter().find(|published| published.name == name)?;
+    let mut json: Value = serde_json::from_str(published.json).expect("it is tested to read");
+    let family = named(name)?.family;
+    json["architectures"] = json!([family.architecture()]);
+    json["dtype"] = dtype.into();
+    Some(format!("{json:#}\n"))
 }
 
 #[cfg(test)]

@@ -96,6 +96,11 @@ impl Weights {
         self.claimed_bits
     }
 
+    /// Returns the prefix of all names except that of the output projection.
+    pub const fn prefix(&self) -> &'static str {
+        self.prefix
+    }
+
     /// Returns the tensors, under their names in the files.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
@@ -296,7 +301,7 @@ fn has_own_head(config: &DecoderConfig, prefix: &str, checkpoint: &Checkpoint) -
 }
 
 /// Returns the name with the family's prefix; the output projection has none.
-fn full_name(prefix: &str, param: &Param) -> String {
+pub(crate) fn full_name(prefix: &str, param: &Param) -> String {
     if param.slot == Slot::Head { param.name.clone() } else { format!("{prefix}{}", param.name) }
 }
 

@@ -77,6 +77,18 @@ impl Staged {
         &self.staging
     }
 
+    /// Removes a file of the target, if it is there.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub fn remove(&self, file: &str) -> Result<(), Error> {
+        let path = self.target.join(file);
+        match fs::remove_file(&path) {
+            Err(why) if why.kind() != ErrorKind::NotFound => Err(Error::Write { path, why }),
+            _ => Ok(()),
+        }
+    }
+
     /// Puts the files into the target. Other files of the target stay.
     ///
     /// # Errors

@@ -15,6 +15,7 @@ mod profile_command;
 mod prompt_args;
 mod quantize_command;
 mod tokenize_command;
+mod train_args;
 mod train_command;
 mod train_speed;
 
@@ -126,8 +127,8 @@ enum Command {
     /// Fine-tune a model: train a LoRA adapter on examples, over dense or quantised weights
     ///
     /// Example: flashover train --model models/demo --data stories.txt --output adapter --steps 50
-    #[command(mut_arg("kv_cache", |arg| arg.help(train_command::KV_CACHE)))]
-    Train(train_command::Args),
+    #[command(mut_arg("kv_cache", |arg| arg.help(train_args::KV_CACHE)))]
+    Train(Box<train_command::Args>),
     /// Write the logits of every position to a file
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors

@@ -17,7 +17,6 @@ use flashover::bench::trace::{AlreadyRecording, Recording};
 use flashover::device::ArchProfile;
 use flashover::hub::{Hub, HubError, ModelName, Progress};
 use flashover::memory::{MemoryBudget, Plan, Preset, Workload};
-use flashover::train::Adapter;
 use flashover::{
     Backend, Compute, Device, Engine, EngineOptions, KvFormat, LoadError, LoadProgress,
     ModelFolder, OpenError, Policy, WeightFormat,
@@ -101,8 +100,7 @@ pub(crate) struct ModelArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: PathBuf,
-    /// Folder with a LoRA adapter in PEFT format, merged into dense weights but not into 4-bit or 8-bit ones; `train`
-    /// continues to train it
+    /// Folder with a LoRA adapter in PEFT format, merged into dense weights but not into 4-bit or 8-bit ones
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
     #[command(flatten)]
@@ -352,18 +350,6 @@ impl ModelArgs {
 
     pub(crate) fn options(&self) -> EngineOptions {
         self.load.options()
-    }
-
-    /// Returns the folder of the adapter.
-    pub(crate) fn adapter(&self) -> Option<&PathBuf> {
-        self.adapter.as_ref()
-    }
-
-    /// Opens the folder of the model without the adapter, and the adapter separately.
-    pub(crate) fn open_apart(&self) -> anyhow::Result<(ModelFolder, Option<Adapter>)> {
-        let folder = self.load.folder(&self.hub.model(&self.model)?)?;
-        let adapter = self.adapter.as_ref().map(|adapter| folder.adapter(adapter)).transpose()?;
-        Ok((folder, adapter))
     }
 
     /// Loads the model with a progress bar if the workload fits the device. `prompt` is as in [`EngineOptions`].

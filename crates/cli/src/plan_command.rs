@@ -1,14 +1,13 @@
 //! `flashover plan`: estimates the memory that a model needs, without loading it.
 
 use anyhow::bail;
-use clap::ValueEnum;
 use flashover::memory::{Plan, PlanError, Preset, Workload};
 use flashover::train::{Training, Trains};
 use flashover::{EngineOptions, LoadError};
 
 use crate::model_args::{SubjectArgs, choice};
-use crate::train_command::{LoraArgs, USUAL_TO_TRAIN};
-use crate::train_speed::RecomputeArg;
+use crate::train_args::{LoraArgs, OptimizerArg, USUAL_TO_TRAIN};
+use crate::train_speed::{RecomputeArg, Train};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -29,6 +28,12 @@ pub(crate) struct Args {
     /// With --train, activations that the backward pass recomputes
     #[arg(long, value_enum, default_value = "layers", requires = "train")]
     recompute: RecomputeArg,
+    /// With --train full, optimizer by the format of its moments
+    #[arg(long, value_enum, default_value = "adamw", requires = "train")]
+    optimizer: OptimizerArg,
+    /// With --train full, no exact weights in f32 next to weights in 16 bits
+    #[arg(long, requires = "train")]
+    no_master: bool,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
@@ -36,13 +41,6 @@ pub(crate) struct Args {
     lora: LoraArgs,
     #[command(flatten)]
     of: SubjectArgs,
-}
-
-/// Weights that training updates.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum Train {
-    /// A LoRA adapter
-    Lora,
 }
 
 /// Help of `--profile`, which needs no device here.
@@ -69,10 +67,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "preset {other} is not for training\nhint: use --preset training, or leave out --train"
         );
     }
-    let training = trains.then(|| Training {
-        trains: Trains::Adapter(args.lora.options()),
-        recompute: args.recompute.into(),
-    });
+    let trained = match args.train {
+        Some(Train::Full) => {
+            Trains::Weights { master: !args.no_master, moments: args.optimizer.moments() }
+        }
+        _ => Trains::Adapter(args.lora.options()),
+    };
+    let recompute = args.recompute.into();
+    let training = trains.then_some(Training { trains: trained, recompute });
     let usual = if trains { USUAL_TO_TRAIN } else { USUAL };
     let plan = planned(args, &options, usual, |options, workload| {
         let workload = Workload { training: training.clone(), ..workload };

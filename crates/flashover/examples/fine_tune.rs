@@ -16,11 +16,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let engine = Engine::from_folder(&device, folder, &EngineOptions::default(), |_| {})?;
     let mut trainer = Trainer::new(engine, TrainOptions::default())?;
     for step in 0..3 {
-        let micro_batches: Vec<Vec<_>> = dataset
-            .micro_batches(step, 2, 1, 0)
-            .map(|batch| batch.into_iter().cloned().collect())
-            .collect();
-        let metrics = trainer.step(&micro_batches)?;
+        let micro_batches: Result<Vec<_>, _> = dataset.micro_batches(step, 2, 1, 0).collect();
+        let metrics = trainer.step(&micro_batches?)?;
         println!("step {}: loss {:.3}", metrics.step, metrics.loss);
     }
     trainer.save(&output)?;

@@ -43,6 +43,7 @@ mod engine;
 pub mod host;
 mod load_error;
 pub mod memory;
+mod model_files;
 pub mod nn;
 mod options;
 mod prepare;

@@ -15,6 +15,7 @@ use quant::WeightFormat;
 
 use crate::device::Device;
 use crate::device_error::check_free;
+use crate::engine::Engine;
 use crate::load_error::LoadError;
 use crate::memory::{Plan, PlannedModel};
 use crate::options::{Compute, EngineOptions};
@@ -58,11 +59,7 @@ impl Prepared {
         shape: &str,
         options: &EngineOptions,
     ) -> Result<Self, LoadError> {
-        let Some(config) = models::shapes::named(shape) else {
-            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
-            return Err(LoadError::Shape { shape: shape.to_owned(), known });
-        };
-        let config = in_context(config, options)?;
+        let config = in_context(Engine::shape(shape)?, options)?;
         let load = load_options(profile, options, FloatDType::BF16)?;
         let precision = precision(profile, &load, options.quant)?;
         let planned = PlannedModel {

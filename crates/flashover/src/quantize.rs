@@ -37,6 +37,7 @@ pub use peaks::Peaks;
 use shards::Shard;
 
 use crate::device::Device;
+use crate::model_files;
 
 /// Options of [`quantize_model`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -288,7 +289,7 @@ pub fn quantize_model_until(
     Tokenizer::of_model(model, weights.config().vocab)?;
     let job = Job::new(&weights, options)?;
     let config = folder::config(model, job.compute_dtype(), options)?;
-    let others = folder::others(model, weights.checkpoint())?;
+    let others = model_files::others(model, weights.checkpoint())?;
     let tensors: usize = job.shards.iter().map(|shard| shard.tensors.len()).sum();
     let (parts, done) = (tensors + job.matrices.len() + others.len() + 1, Cell::new(0));
     let go_on = || match stop(QuantizeProgress { done: done.replace(done.get() + 1), parts }) {

@@ -22,10 +22,15 @@ impl Example {
     pub fn learned(&self) -> usize {
         self.tokens.len().saturating_sub(self.from.max(1))
     }
+
+    /// Returns the number of positions that the model reads: the last token is only a target.
+    pub fn rows(&self) -> usize {
+        self.tokens.len().saturating_sub(1)
+    }
 }
 
-/// A batch on the device, padded on the right to its longest sequence. A causal model does not attend to the padding, and the
-/// loss ignores it.
+/// A batch on the device: all tokens of each sequence but the last, which is only a target. Rows are padded on the right to the
+/// longest sequence. A causal model does not attend to the padding, and the loss ignores it.
 pub(super) struct TrainBatch {
     batch: usize,
     seq: usize,
@@ -68,7 +73,7 @@ impl TrainBatch {
     /// [`Error::NothingToLearn`], [`Error::Context`], [`Error::Token`].
     pub(super) fn new(decoder: &Decoder, batch: &[Example]) -> Result<Self, Error> {
         let config = decoder.config();
-        let seq = batch.iter().map(|own| own.tokens.len()).max().unwrap_or(0);
+        let seq = batch.iter().map(Example::rows).max().unwrap_or(0);
         let count: usize = batch.iter().map(Example::learned).sum();
         if count == 0 || batch.iter().any(|own| own.tokens.is_empty()) {
             return Err(Error::NothingToLearn);
@@ -84,7 +89,7 @@ impl TrainBatch {
             for (at, token) in own.iter().enumerate().skip((*from).max(1)) {
                 targets[begin + at - 1] = *token;
             }
-            tokens.extend(own);
+            tokens.extend(&own[..own.len() - 1]);
             tokens.resize(begin + seq, 0);
         }
         let positions: Vec<u32> = (0..tokens.len()).map(|row| (row % seq) as u32).collect();

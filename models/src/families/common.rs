@@ -13,6 +13,8 @@ use crate::{Error, Rope, rope};
 /// A family: its reader and its tensor names.
 pub(super) struct Definition {
     pub(super) model_type: &'static str,
+    /// Class of transformers.
+    pub(super) architecture: &'static str,
     pub(super) read: fn(Family, &Fields<'_>) -> Result<DecoderConfig, Error>,
     /// Returns the place of a tensor, without the prefix.
     pub(super) place: fn(&DecoderConfig, Slot) -> Place,

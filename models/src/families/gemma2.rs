@@ -7,6 +7,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const GEMMA2: Definition = Definition {
     model_type: "gemma2",
+    architecture: "Gemma2ForCausalLM",
     read,
     place: standard,
     prefixes: &["model.", ""],

@@ -9,6 +9,7 @@ use crate::{DecoderConfig, Error, Family, Rope};
 
 pub(super) const GEMMA3: Definition = Definition {
     model_type: "gemma3_text",
+    architecture: "Gemma3ForCausalLM",
     read,
     place: standard,
     prefixes: &["model.", ""],

@@ -10,6 +10,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const GPT2: Definition = Definition {
     model_type: "gpt2",
+    architecture: "GPT2LMHeadModel",
     read,
     place,
     // Files of the first release have no prefix.

@@ -7,6 +7,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const LLAMA: Definition = Definition {
     model_type: "llama",
+    architecture: "LlamaForCausalLM",
     read,
     place: standard,
     prefixes: &["model.", ""],

@@ -7,6 +7,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const MISTRAL: Definition = Definition {
     model_type: "mistral",
+    architecture: "MistralForCausalLM",
     read,
     place: standard,
     prefixes: &["model.", ""],

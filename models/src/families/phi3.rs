@@ -7,6 +7,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const PHI3: Definition = Definition {
     model_type: "phi3",
+    architecture: "Phi3ForCausalLM",
     read,
     place,
     prefixes: &["model.", ""],

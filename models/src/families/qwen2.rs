@@ -7,6 +7,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const QWEN2: Definition = Definition {
     model_type: "qwen2",
+    architecture: "Qwen2ForCausalLM",
     read,
     place: standard,
     prefixes: &["model.", ""],

@@ -7,6 +7,7 @@ use crate::{DecoderConfig, Error, Family};
 
 pub(super) const QWEN3: Definition = Definition {
     model_type: "qwen3",
+    architecture: "Qwen3ForCausalLM",
     read,
     place: standard,
     prefixes: &["model.", ""],

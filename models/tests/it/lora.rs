@@ -556,7 +556,7 @@ fn a_batch_that_teaches_nothing_is_refused() {
         assert!(refused(&batch).starts_with("a batch has no target tokens"), "{batch:?}");
     }
     assert!(refused(&[one(&[3, 9999], 0)]).contains("token 9999"));
-    assert!(refused(&[one(&[3; 129], 0)]).contains("got 129"));
+    assert!(refused(&[one(&[3; 130], 0)]).contains("got 129"));
     for (rank, alpha) in [(0, 8.0), ((1 << 16) + 1, 8.0), (4, f64::NAN)] {
         let options = LoraOptions { rank, alpha, ..LoraOptions::default() };
         let refused = Adapter::new(decoder.config(), options, 0).expect_err("no adapter");

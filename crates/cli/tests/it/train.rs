@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::Path;
-use std::process::{Child, ChildStderr, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use flashover::ModelFolder;
 use nix::sys::signal::{Signal, kill};
@@ -325,4 +325,71 @@ fn an_adapter_does_not_go_into_the_models_own_folder() {
         out.status.code() == Some(2) && said.contains("the model's own folder\nhint: "),
         "{said}"
     );
+}
+
+fn train(args: &[&str]) -> Output {
+    flashover(&[&["train", "--backend", "cpu", "-b", "2", "-c", "32"], args].concat())
+}
+
+/// Six steps at once equal three, and three more after a resumption; the saved model generates.
+#[test]
+fn all_weights_are_trained_and_a_run_is_resumed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (model, data, a, b) = (demo(), path("data.txt"), path("a"), path("b"));
+    fs::write(&data, "One day a dog ran to a big red ball. ".repeat(30)).expect("written");
+    let model = model.to_str().expect("UTF-8");
+    let full = |more: &[&str]| {
+        let made = train(&[&["--full", "--model", model, "--data", &data], more].concat());
+        assert_eq!(made.status.code(), Some(0), "{more:?}: {}", text(&made.stderr));
+        text(&made.stderr)
+    };
+    let log = path("log.jsonl");
+    let every = ["--save-every", "3"];
+    full(&[&["--output", &a, "--steps", "6", "--log", &log], &every[..]].concat());
+    full(&[&["--output", &b, "--steps", "3"], &every[..]].concat());
+    let said = full(&["--output", &b, "--resume", &b, "--steps", "6"]);
+    assert!(said.contains("the run continues after 3 steps"), "{said}");
+    for file in ["model.safetensors", "training.safetensors", "config.json"] {
+        let read = |folder: &str| fs::read(Path::new(folder).join(file)).expect("written");
+        assert!(read(&a) == read(&b), "{file}");
+    }
+    let lines = fs::read_to_string(&log).expect("written");
+    let lines: Vec<Value> =
+        lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(lines.len(), 6);
+    let loss = |at: usize| lines[at]["loss"].as_f64().expect("a loss");
+    assert!(loss(5) < loss(0), "{lines:?}");
+    let args = ["generate", "--model", &a, "--backend", "cpu", "--prompt", "One day"];
+    let made = flashover(&[&args[..], &["--max-new-tokens", "4"]].concat());
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    let refused = |more: &[&str], why: &str| {
+        let made = train(&[&["--data", &data, "--output", &path("c")], more].concat());
+        let said = text(&made.stderr);
+        assert_eq!(made.status.code(), Some(2), "{more:?}: {said}");
+        assert!(said.contains(why), "{why}: {said}");
+        assert!(!folder.path().join("c").exists(), "{more:?}");
+    };
+    let own = ["--full", "--model", model];
+    let with = |more: &[&str], why: &str| refused(&[&own[..], more].concat(), why);
+    with(&["--quant", "nf4"], "--full trains dense weights");
+    with(&["--resume", &b, "--learning-rate", "1e-3"], "learning_rate: 0.00002 in the saved run");
+    with(&["--resume", &b, "--accumulate", "2"], "accumulate: 1 in the saved run, 2 here");
+    with(&["--resume", model], "has no training run");
+    with(&["--beta2", "1"], "beta2 is 1");
+    with(&["--tokens-per-step", "100"], "expected a multiple of 64 tokens per step");
+    with(&["--memory-limit", "30MiB"], "training all weights of");
+    refused(&["--shape", "gpt2"], "gpt2 is a shape without weights");
+    let tokens = path("tokens.bin");
+    fs::write(&tokens, [0; 200]).expect("written");
+    let quantised = fixture("llama_nf4");
+    let quantised = ["--full", "--model", quantised.to_str().expect("UTF-8")];
+    let made = train(&[&quantised[..], &["--data", &tokens, "--output", &path("c")]].concat());
+    let said = text(&made.stderr);
+    assert!(made.status.code() == Some(2) && said.contains("quantised"), "{said}");
+    fs::write(&tokens, [0xff; 200]).expect("written");
+    let scratch = ["--shape", "gpt2", "--full", "--from-scratch", "--data", &tokens];
+    let made = train(&[&scratch[..], &["--output", &path("c")]].concat());
+    let said = text(&made.stderr);
+    assert!(said.contains("token 65535 at position 0 is past the vocabulary of 50257"), "{said}");
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use models::{Decoder, Loading};
+use models::{Decoder, DecoderConfig, Loading};
 use ops::Ctx;
 
 use super::folder::{ModelFolder, Reader};
@@ -89,6 +89,17 @@ impl Engine {
     /// Returns the names of the published shapes for [`Engine::random`], such as `llama-3-8b`.
     pub fn shapes() -> impl Iterator<Item = &'static str> {
         models::shapes::names()
+    }
+
+    /// Returns the config of a published shape.
+    ///
+    /// # Errors
+    /// [`LoadError::Shape`] for an unknown shape.
+    pub fn shape(name: &str) -> Result<DecoderConfig, LoadError> {
+        models::shapes::named(name).ok_or_else(|| {
+            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
+            LoadError::Shape { shape: name.to_owned(), known }
+        })
     }
 
     /// Returns a model with random weights in a published shape, for benchmarks. It has no tokenizer. `shape` is one of

@@ -1,9 +1,14 @@
 //! A model whose weights are trained.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use burn::tensor::{DType, FloatDType};
-use models::{Decoder, DecoderConfig, FlatWeights, Parameters, Training, Trains, Workload};
+use models::{
+    Decoder, DecoderConfig, FlatWeights, Parameters, Training, Trains, Weights, Workload,
+};
+use serde_json::Value;
 
 use super::folder::{ModelFolder, Reader};
 use super::load::known_configs;
@@ -13,6 +18,7 @@ use super::{Engine, Inner};
 use crate::context::on_burn;
 use crate::device::Device;
 use crate::load_error::LoadError;
+use crate::model_files::{self, CONFIG};
 use crate::options::EngineOptions;
 use crate::prepare::Prepared;
 
@@ -31,12 +37,47 @@ pub enum Start {
     },
 }
 
+/// Files that a saved model has besides its weights.
+pub(crate) struct SourceFiles {
+    /// Text of config.json.
+    pub(crate) config: String,
+    /// Folder of the other files.
+    pub(crate) folder: PathBuf,
+    /// Paths in that folder.
+    pub(crate) others: Vec<PathBuf>,
+    /// Prefix of the weights' names.
+    pub(crate) prefix: Option<&'static str>,
+}
+
+impl SourceFiles {
+    fn of_folder(folder: &Path, weights: &Weights, dtype: &str) -> Result<Self, models::Error> {
+        let path = folder.join(CONFIG);
+        let text = fs::read_to_string(&path).map_err(|why| models::Error::Read { path, why })?;
+        let mut config: Value =
+            serde_json::from_str(&text).map_err(|why| models::Error::Json { file: CONFIG, why })?;
+        let named = |field: &str| config.get(field).and_then(Value::as_str);
+        let config = match named("dtype").or_else(|| named("torch_dtype")) == Some(dtype) {
+            true => text,
+            false => {
+                if let Some(fields) = config.as_object_mut() {
+                    fields.remove("torch_dtype");
+                    fields.insert("dtype".to_owned(), dtype.into());
+                }
+                format!("{config:#}\n")
+            }
+        };
+        let others = model_files::others(folder, weights.checkpoint())?;
+        Ok(Self { config, folder: folder.to_owned(), others, prefix: Some(weights.prefix()) })
+    }
+}
+
 /// An engine, and the flat buffers that hold its weights.
 pub(crate) struct Trainable {
     pub(crate) engine: Engine,
     pub(crate) weights: FlatWeights,
     /// Exact weights in f32; none if `weights` are exact.
     pub(crate) master: Option<FlatWeights>,
+    pub(crate) files: SourceFiles,
 }
 
 impl Engine {
@@ -81,6 +122,23 @@ impl Engine {
         };
         let dtype = load.dtype.unwrap_or(FloatDType::F32);
         planned.weights = (parameters.len() * DType::from(dtype).size()) as u128;
+        let name = match dtype {
+            FloatDType::F16 => "float16",
+            FloatDType::BF16 => "bfloat16",
+            _ => "float32",
+        };
+        let files = match &folder {
+            Ok(weights) => {
+                SourceFiles::of_folder(&reader.folder, weights, name).map_err(LoadError::Folder)?
+            }
+            Err(_) => SourceFiles {
+                config: models::shapes::config_json(&planned.model, name)
+                    .expect("the shape is known"),
+                folder: PathBuf::new(),
+                others: Vec::new(),
+                prefix: None,
+            },
+        };
         let exact = matches!(training.trains, Trains::Weights { master: true, .. });
         let (weights, master) = match exact && dtype != FloatDType::F32 {
             false => (filled(dtype)?, None),
@@ -99,6 +157,6 @@ impl Engine {
             precompiled: Precompiled::default(),
             pages: Pages(device.clone()),
         })?;
-        Ok(Trainable { engine, weights, master })
+        Ok(Trainable { engine, weights, master, files })
     }
 }

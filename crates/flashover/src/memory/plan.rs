@@ -155,6 +155,14 @@ impl Plan {
             }
             _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
         };
+        let fitting = match training.trains {
+            Trains::Adapter(_) => fitting,
+            Trains::Weights { .. } => {
+                format!(
+                    "{fitting}; moments in 8 bits (--optimizer adamw8) and no exact weights (--no-master) take less"
+                )
+            }
+        };
         match training.recompute {
             Recompute::Layers => fitting,
             _ => format!("{fitting}; `Recompute::Layers` (--recompute layers) takes less"),

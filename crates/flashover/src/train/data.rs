@@ -12,19 +12,26 @@ use serde_json::{Map, Value};
 use text::{Message, Prompt};
 use time::OffsetDateTime;
 
+use super::shards::{Shards, is_bin};
 use crate::engine::{GenerateError, ModelFolder};
 
 /// Examples to train on, as tokens.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Dataset {
-    /// Examples in the order of the file.
-    pub examples: Vec<Example>,
+    source: Source,
     /// Number of examples that were longer than the context, and are cut to it.
     pub cut: usize,
     /// Number of examples that have no target token within the context, and are dropped.
     pub left_out: usize,
     /// Number of examples whose prompt by itself ends in other tokens than in front of its completion.
     pub diverged: usize,
+}
+
+#[derive(Debug)]
+enum Source {
+    /// Examples in the order of the file.
+    Memory(Vec<Example>),
+    Files(Shards),
 }
 
 /// The reason that a file has no examples.
@@ -69,6 +76,14 @@ pub enum DatasetError {
         path: PathBuf,
         /// Maximum number of tokens of an example.
         context: usize,
+    },
+    /// A file of tokens is damaged, or belongs to another vocabulary.
+    #[error("{}: {why}\nhint: write tokens of the model in 16 bits, or in 32 bits for a larger vocabulary", .path.display())]
+    Shard {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        why: String,
     },
     /// A text or a chat cannot be encoded.
     #[error(transparent)]
@@ -146,6 +161,8 @@ impl Dataset {
     /// alone, as in trl. A text or a completion ends with the tokenizer's EOS, or generation_config's if it names none.
     /// BOS and EOS that the line already has are not repeated.
     ///
+    /// A `.bin`, or a folder of them, has tokens: see [`Dataset::of_tokens`].
+    ///
     /// Logs a warning for a text that looks like JSON lines.
     ///
     /// # Errors
@@ -161,13 +178,16 @@ impl Dataset {
             let own = path.extension().unwrap_or_default();
             names.iter().any(|name| own.eq_ignore_ascii_case(name))
         };
+        if path.is_dir() || is_bin(path) {
+            return Self::of_tokens(path, folder.config().vocab, context);
+        }
         checkpoint::ends(path).map_err(read)?;
         if is(&REFUSED) {
             return Err(DatasetError::Format(path.to_owned()));
         }
         let text = fs::read_to_string(path).map_err(read)?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        let mut all = Self { examples: Vec::new(), cut: 0, left_out: 0, diverged: 0 };
+        let mut all = Texts::default();
         let encoder = Encoder::new(folder)?;
         let mut lines = text
             .lines()
@@ -201,12 +221,121 @@ impl Dataset {
                 all.add(Example { tokens: piece.to_vec(), from: 0 }, false, context);
             }
         }
-        match all.examples.is_empty() {
+        let Texts { examples, cut, left_out, diverged } = all;
+        match examples.is_empty() {
             true => Err(DatasetError::Nothing { path: path.to_owned(), context }),
-            false => Ok(all),
+            false => Ok(Self { source: Source::Memory(examples), cut, left_out, diverged }),
         }
     }
 
+    /// Opens tokens: a `.bin` of nanoGPT or llm.c, or a folder of them. Each example has `context` inputs, and the token after
+    /// each as its target. They are read when they are needed.
+    ///
+    /// # Errors
+    /// [`DatasetError`].
+    pub fn of_tokens(
+        path: impl AsRef<Path>,
+        vocab: usize,
+        context: usize,
+    ) -> Result<Self, DatasetError> {
+        let source = Source::Files(Shards::open(path.as_ref(), context, vocab)?);
+        Ok(Self { source, cut: 0, left_out: 0, diverged: 0 })
+    }
+
+    /// Returns the number of examples.
+    pub fn len(&self) -> usize {
+        match &self.source {
+            Source::Memory(examples) => examples.len(),
+            Source::Files(shards) => shards.len(),
+        }
+    }
+
+    /// Returns true if there are no examples, which no open data set has.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns an example, in the order of the files.
+    ///
+    /// # Errors
+    /// [`DatasetError::Read`] for tokens that can no longer be read.
+    ///
+    /// # Panics
+    /// Panics past the last example.
+    pub fn get(&self, index: usize) -> Result<Example, DatasetError> {
+        match &self.source {
+            Source::Memory(examples) => Ok(examples[index].clone()),
+            Source::Files(shards) => shards.get(index),
+        }
+    }
+
+    /// Returns the examples in memory; none for files of tokens.
+    pub fn examples(&self) -> &[Example] {
+        match &self.source {
+            Source::Memory(examples) => examples,
+            Source::Files(_) => &[],
+        }
+    }
+
+    /// Returns a hash of the tokens: of all in memory, of some of each file.
+    ///
+    /// # Errors
+    /// [`DatasetError::Read`].
+    pub fn fingerprint(&self) -> Result<String, DatasetError> {
+        const SOME: usize = 64;
+        let all = self.len();
+        let step = match &self.source {
+            Source::Memory(_) => 1,
+            Source::Files(_) => all.div_ceil(SOME),
+        };
+        // FNV-1a.
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |word: u32| hash = (hash ^ u64::from(word)).wrapping_mul(0x0100_0000_01b3);
+        for index in (0..all).step_by(step) {
+            let Example { tokens, from } = self.get(index)?;
+            tokens.iter().copied().chain([from as u32, u32::MAX]).for_each(&mut add);
+        }
+        Ok(format!("{all} examples, {hash:016x}"))
+    }
+
+    /// Returns the number of rows of the longest example.
+    pub fn longest(&self) -> usize {
+        match &self.source {
+            Source::Memory(examples) => examples.iter().map(Example::rows).max().unwrap_or(0),
+            Source::Files(shards) => shards.context(),
+        }
+    }
+
+    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once, in its own order.
+    pub fn micro_batches(
+        &self,
+        step: usize,
+        batch: usize,
+        accumulate: usize,
+        seed: u64,
+    ) -> impl Iterator<Item = Result<Vec<Example>, DatasetError>> + Clone {
+        let all = self.len() as u128;
+        // The product of three 32-bit numbers may not fit 64 bits.
+        let begin = step as u128 * batch as u128 * accumulate as u128;
+        let own = move |micro: usize, at: usize| {
+            let at = begin + micro as u128 * batch as u128 + at as u128;
+            let (epoch, at) = ((at / all) as u64, (at % all) as u64);
+            self.get(permuted(at, all as u64, [seed, epoch]) as usize)
+        };
+        (0..accumulate).map(move |micro| (0..batch).map(|at| own(micro, at)).collect())
+    }
+}
+
+/// Examples in memory, while a file is read.
+#[derive(Default)]
+struct Texts {
+    examples: Vec<Example>,
+    cut: usize,
+    left_out: usize,
+    diverged: usize,
+}
+
+impl Texts {
     fn add(&mut self, mut example: Example, diverged: bool, context: usize) {
         let long = example.tokens.len() > context;
         example.tokens.truncate(context);
@@ -219,42 +348,30 @@ impl Dataset {
         self.diverged += usize::from(diverged);
         self.examples.push(example);
     }
-
-    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once, in its own order.
-    pub fn micro_batches(
-        &self,
-        step: usize,
-        batch: usize,
-        accumulate: usize,
-        seed: u64,
-    ) -> impl Iterator<Item = Vec<&Example>> + Clone {
-        let all = self.examples.len();
-        // The product of three 32-bit numbers may not fit 64 bits.
-        let begin = step as u128 * batch as u128 * accumulate as u128;
-        let (mut epoch, mut at) = ((begin / all as u128) as u64, (begin % all as u128) as usize);
-        let mut order = shuffled(all, seed, epoch);
-        let mut next = move || {
-            if at == all {
-                (epoch, at) = (epoch + 1, 0);
-                order = shuffled(all, seed, epoch);
-            }
-            at += 1;
-            &self.examples[order[at - 1]]
-        };
-        (0..accumulate).map(move |_| (0..batch).map(|_| next()).collect())
-    }
 }
 
-/// Returns the numbers below `len` in random order (Fisher-Yates).
-fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
-    let mut random = ChaCha8Rng::seed_from_u64(seed);
-    random.set_stream(epoch);
-    let mut order: Vec<usize> = (0..len).collect();
-    for last in (1..len).rev() {
-        // The bias of the remainder is below len / 2^64.
-        order.swap(last, (random.next_u64() % (last as u64 + 1)) as usize);
+/// Returns the place of `index` in a random order of the numbers below `len`: a Feistel network over the next power of four,
+/// repeated until the result is below `len` (Black and Rogaway, 2002). It needs no memory for the order.
+fn permuted(index: u64, len: u64, key: [u64; 2]) -> u64 {
+    let half = (u64::BITS - len.saturating_sub(1).leading_zeros()).div_ceil(2).max(1);
+    let mask = (1 << half) - 1;
+    let round = |right: u64, round: u64| {
+        let mut random = ChaCha8Rng::seed_from_u64(key[0]);
+        random.set_stream(key[1]);
+        random.set_word_pos(u128::from((round << half | right) * 2));
+        random.next_u64() & mask
+    };
+    let mut at = index;
+    loop {
+        let (mut left, mut right) = (at >> half, at & mask);
+        for number in 0..4 {
+            (left, right) = (right, left ^ round(right, number));
+        }
+        at = left << half | right;
+        if at < len {
+            return at;
+        }
     }
-    order
 }
 
 impl Line {
@@ -371,15 +488,19 @@ impl<'a> Encoder<'a> {
 mod tests {
     use super::*;
 
+    fn of(len: u32) -> Dataset {
+        let examples = (0..len).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
+        Dataset { source: Source::Memory(examples), cut: 0, left_out: 0, diverged: 0 }
+    }
+
     #[test]
     fn an_epoch_has_every_example_once() {
-        let examples: Vec<Example> =
-            (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
-        let data = Dataset { examples, cut: 0, left_out: 0, diverged: 0 };
+        let data = of(10);
         let ids = |step| -> Vec<u32> {
             let batches: Vec<_> = data.micro_batches(step, 2, 3, 7).collect();
-            assert!(batches.len() == 3 && batches.iter().all(|batch| batch.len() == 2));
-            batches.iter().flatten().map(|example| example.tokens[0]).collect()
+            assert_eq!(batches.len(), 3);
+            let examples = batches.into_iter().flat_map(|batch| batch.expect("in memory"));
+            examples.map(|example| example.tokens[0]).collect()
         };
         let all: Vec<u32> = (0..5).flat_map(ids).collect();
         for epoch in all.chunks(10) {
@@ -392,12 +513,24 @@ mod tests {
     }
 
     #[test]
+    fn orders_are_permutations_and_differ() {
+        for len in (1..70).chain([255, 256, 257, 1000]) {
+            let order = |key| (0..len).map(|at| permuted(at, len, key)).collect::<Vec<_>>();
+            let one = order([1, 0]);
+            let mut sorted = one.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..len).collect::<Vec<_>>());
+            if len > 20 {
+                assert!(one != order([1, 1]) && one != order([2, 0]) && one != sorted, "{len}");
+            }
+        }
+    }
+
+    #[test]
     fn a_step_of_many_micro_batches_is_made_as_it_goes() {
-        let examples = (0..10).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
-        let data = Dataset { examples, cut: 0, left_out: 0, diverged: 0 };
-        let max = u32::MAX as usize;
+        let (data, max) = (of(10), u32::MAX as usize);
         let mut batches = data.micro_batches(max, 4, max, 7);
-        assert!(batches.next().is_some_and(|batch| batch.len() == 4));
+        assert!(batches.next().is_some_and(|batch| batch.expect("in memory").len() == 4));
         assert_eq!(batches.size_hint().0, max - 1);
     }
 }

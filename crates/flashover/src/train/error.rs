@@ -1,5 +1,8 @@
 //! Errors of training.
 
+use std::path::PathBuf;
+
+use super::data::DatasetError;
 use crate::device_error::DeviceError;
 use crate::load_error::LoadError;
 use crate::memory::PlanError;
@@ -20,6 +23,9 @@ pub enum TrainError {
     /// The device failed, or had less free memory than planned.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The data can no longer be read.
+    #[error(transparent)]
+    Data(Box<DatasetError>),
     /// A training option is out of range.
     #[error("{name} is {value}\nhint: use a number {range}")]
     Option {
@@ -39,7 +45,16 @@ pub enum TrainError {
         /// Step of the failure, counted from 1.
         step: usize,
     },
-    /// All weights are trained, so that there is no adapter to save.
-    #[error("all weights are trained\nhint: save the model instead of an adapter")]
-    NoAdapter,
+    /// The folder has no run to resume.
+    #[error("{} has no training run\nhint: name a folder that `train --save-every` wrote", .0.display())]
+    NoRun(PathBuf),
+    /// The options differ from those of the run to resume.
+    #[error("the run was started with other options: {}\nhint: use the same options, or start a new run", .0.join("; "))]
+    Resume(Vec<String>),
+}
+
+impl From<DatasetError> for TrainError {
+    fn from(why: DatasetError) -> Self {
+        Self::Data(Box::new(why))
+    }
 }

@@ -54,7 +54,7 @@ impl Engine {
         repetitions: usize,
         mut step: impl FnMut(Vec<Example>) -> Result<(), TrainError>,
     ) -> Result<Vec<f64>, TrainError> {
-        let example = |seed| Example { tokens: self.some_tokens(seed, context), from: 0 };
+        let example = |seed| Example { tokens: self.some_tokens(seed, context + 1), from: 0 };
         let mut samples_ns = Vec::new();
         for at in 0..2 + repetitions {
             let examples = (0..batch).map(|own| example(at * batch + own)).collect();
@@ -75,7 +75,7 @@ impl Trainer {
     /// The errors of [`Trainer::step`].
     pub fn measure_one(&mut self, [batch, context]: [usize; 2]) -> Result<f64, TrainError> {
         let engine = self.engine().clone();
-        let example = |seed| Example { tokens: engine.some_tokens(seed, context), from: 0 };
+        let example = |seed| Example { tokens: engine.some_tokens(seed, context + 1), from: 0 };
         let examples = (0..batch).map(example).collect();
         let begin = Stopwatch::start();
         self.step(&[examples])?;

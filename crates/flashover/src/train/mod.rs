@@ -8,19 +8,18 @@
 mod data;
 mod error;
 mod measure;
+mod save;
 mod schedule;
-
-use std::path::Path;
+mod shards;
 
 use burn::tensor::{FloatDType, Tensor};
-use checkpoint::Staged;
 use models::{FlatAdapter, FlatWeights, Gradients, LossScale, Optimizer, Trained, Workload};
 use ops::training::Control;
 use serde::Serialize;
 
 use crate::device::Device;
 use crate::device_error::{DeviceError, check_free};
-use crate::engine::{Engine, Trainable};
+use crate::engine::{Engine, SourceFiles, Trainable};
 use crate::memory::{Grant, Plan, PlanError};
 use crate::options::EngineOptions;
 
@@ -30,7 +29,7 @@ pub use error::TrainError;
 pub use measure::{TrainSpeed, TrainTest};
 pub use models::{AdamWOptions, Adapter, Example, LoraOptions, Recompute, Training, Trains};
 pub use ops::training::Moments;
-pub use schedule::Schedule;
+pub use schedule::{Decay, Schedule};
 
 /// Options of training an adapter.
 #[derive(Debug, Clone, PartialEq)]
@@ -124,6 +123,7 @@ enum Subject {
     /// The adapter at the start.
     Adapter(Adapter),
     Weights {
+        files: SourceFiles,
         weights: Box<FlatWeights>,
         /// Exact weights; none if `weights` are exact, or are rounded stochastically.
         master: Option<Box<FlatWeights>>,
@@ -183,9 +183,10 @@ impl Trainer {
         let FullOptions { schedule, optimizer, master, recompute } = options;
         let trains = Trains::Weights { master, moments: optimizer.moments };
         let training = Training { trains, recompute };
-        let Trainable { engine, weights, master } =
+        let Trainable { engine, weights, master, files } =
             Engine::trainable(device, start, engine, &training)?;
-        let subject = Subject::Weights { weights: weights.into(), master: master.map(Box::new) };
+        let (weights, master) = (weights.into(), master.map(Box::new));
+        let subject = Subject::Weights { files, weights, master };
         Ok(Self::of(engine, subject, training, (schedule, optimizer)))
     }
 
@@ -289,7 +290,7 @@ impl Trainer {
     /// exceed the device or the budget; [`TrainError::Diverged`] for a loss or a gradient that is not finite, and the
     /// step changed nothing; [`TrainError::Device`].
     pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<StepMetrics, TrainError> {
-        let all = micro_batches.iter().map(|batch| batch.iter().collect());
+        let all = micro_batches.iter().map(|batch| Ok(batch.clone()));
         Ok(self.step_while(all, || true)?.expect("nothing stops it"))
     }
 
@@ -299,9 +300,9 @@ impl Trainer {
     ///
     /// # Errors
     /// The errors of [`Trainer::step`].
-    pub fn step_while<'a>(
+    pub fn step_while(
         &mut self,
-        micro_batches: impl Iterator<Item = Vec<&'a Example>> + Clone,
+        micro_batches: impl Iterator<Item = Result<Vec<Example>, DatasetError>> + Clone,
         goes_on: impl Fn() -> bool,
     ) -> Result<Option<StepMetrics>, TrainError> {
         let _first = trace::first(|| "train step");
@@ -312,7 +313,7 @@ impl Trainer {
             if !goes_on() {
                 return Ok(None);
             }
-            size.add(batch);
+            size.add(&batch?);
         }
         self.reserve(&self.workload(&size))?;
         let State { adapter, gradients, optimizer } = self.state.as_ref().expect("just reserved");
@@ -325,10 +326,10 @@ impl Trainer {
             if !goes_on() {
                 return Ok(None);
             }
-            let batch: Vec<Example> = batch.into_iter().cloned().collect();
             let weight = (weight, scale.clone());
             let recompute = self.training.recompute;
-            let (loss, _) = decoder.add_gradients(trained, gradients, &batch, weight, recompute)?;
+            let (loss, _) =
+                decoder.add_gradients(trained, gradients, &batch?, weight, recompute)?;
             let _stream_guard = ops::stream_guard();
             sum = Some(match sum {
                 None => loss,
@@ -407,24 +408,6 @@ impl Trainer {
             false => Err(TrainError::Diverged { step: self.done }),
         }
     }
-
-    /// Saves the adapter into a folder, in PEFT's format.
-    ///
-    /// # Errors
-    /// The errors of [`Trainer::adapter`]; [`TrainError::Model`] for a folder that cannot be written.
-    pub fn save(&self, folder: impl AsRef<Path>) -> Result<(), TrainError> {
-        self.save_into(&mut Adapter::begin(folder)?)
-    }
-
-    /// Saves like [`Trainer::save`], into a folder that [`Adapter::begin`] has locked for this process.
-    ///
-    /// # Errors
-    /// The errors of [`Trainer::save`].
-    pub fn save_into(&self, folder: &mut Staged) -> Result<(), TrainError> {
-        let model = self.engine.folder().display().to_string();
-        let adapter = self.adapter()?.ok_or(TrainError::NoAdapter)?;
-        Ok(adapter.write(folder, self.engine.config(), &model)?)
-    }
 }
 
 fn trained<'a>(subject: &'a Subject, adapter: Option<&'a FlatAdapter>) -> Trained<'a> {
@@ -439,7 +422,7 @@ fn trained<'a>(subject: &'a Subject, adapter: Option<&'a FlatAdapter>) -> Traine
 struct StepSize {
     /// Number of examples of the largest micro-batch.
     batch: usize,
-    /// Number of tokens of the longest example.
+    /// Number of rows of the longest example.
     context: usize,
     /// Number of trained tokens.
     tokens: usize,
@@ -450,7 +433,7 @@ impl StepSize {
         let mut examples = 0;
         for example in batch {
             examples += 1;
-            self.context = self.context.max(example.tokens.len());
+            self.context = self.context.max(example.rows());
             self.tokens += example.learned();
         }
         self.batch = self.batch.max(examples);
@@ -490,6 +473,7 @@ fn check(schedule: &Schedule, optimizer: &AdamWOptions) -> Result<(), TrainError
         ("beta1", beta1, rate(beta1), "from 0 to below 1"),
         ("beta2", beta2, rate(beta2), "from 0 to below 1"),
         ("eps", eps, (eps as f32) > 0.0 && finite(eps), ABOVE),
+        ("floor", schedule.floor, (0.0..=1.0).contains(&schedule.floor), "from 0 to 1"),
     ];
     match rules.into_iter().find(|(_, _, valid, _)| !valid) {
         Some((name, value, _, range)) => Err(TrainError::Option { name, value, range }),

@@ -1,12 +1,15 @@
-//! Tests of training adapters.
+//! Tests of training.
+
+use std::path::Path;
 
 use checkpoint::Checkpoint;
 use flashover::train::{
-    AdamWOptions, Adapter, Dataset, DatasetError, Example, LoraOptions, Recompute, Schedule,
-    TrainError, TrainOptions, Trainer,
+    AdamWOptions, Adapter, Dataset, DatasetError, Example, FullOptions, LoraOptions, Moments,
+    Recompute, Schedule, Start, TrainError, TrainOptions, Trainer,
 };
 use flashover::{Engine, EngineOptions, ModelFolder};
 use models::Weights;
+use serde_json::json;
 
 use crate::{cpu, demo, fixture};
 
@@ -145,19 +148,19 @@ fn examples_come_from_files() {
     let lines =
         "{\"text\": \"One day\"}\n\n{\"prompt\": \"One day\", \"completion\": \" a dog ran\"}\n";
     let data = open("a.jsonl", lines, 64).expect("examples");
-    let [plain, pair] = &data.examples[..] else { panic!("{data:?}") };
+    let [plain, pair] = data.examples() else { panic!("{data:?}") };
     let prompt = folder.encode("One day").expect("text");
     assert_eq!((plain.from, &plain.tokens[..prompt.len()]), (0, &prompt[..]));
     assert_eq!((pair.from, pair.tokens.last()), (prompt.len(), Some(&eos)));
     assert!(pair.tokens.len() > prompt.len() + 2 && plain.tokens.last() == Some(&eos));
     // Long examples are cut, and count only if a target token is left.
     let data = open("b.jsonl", lines, prompt.len()).expect("examples");
-    assert_eq!((data.examples.len(), data.cut, data.left_out), (1, 1, 1));
+    assert_eq!((data.examples().len(), data.cut, data.left_out), (1, 1, 1));
     let text = "Once upon a time there was a little dog. ".repeat(9);
     let data = open("c.txt", &text, 16).expect("examples");
-    let all: Vec<u32> = data.examples.iter().flat_map(|own| own.tokens.clone()).collect();
+    let all: Vec<u32> = data.examples().iter().flat_map(|own| own.tokens.clone()).collect();
     assert_eq!(all, folder.encode(&text).expect("text"));
-    assert!(data.examples.iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
+    assert!(data.examples().iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
     for (text, why) in [
         ("{\"text\": 3}", "line 1: `text` is not a string"),
         ("{\"text\": \"a\"}\n{\"question\": \"a\"}", "line 2: unexpected fields (question)"),
@@ -175,7 +178,107 @@ fn examples_come_from_files() {
         assert!(why.contains("expected the last message from the assistant"), "{why}");
     }
     let answer = open("chat.jsonl", &message("assistant"), 64).expect("the demo has a template");
-    assert_eq!(answer.examples.len(), 1);
+    assert_eq!(answer.examples().len(), 1);
     let gone = Dataset::open(target.path().join("gone"), &folder, 64).expect_err("gone");
     assert!(matches!(gone, DatasetError::Read { .. }), "{gone}");
+}
+
+fn example(seed: u32) -> Example {
+    Example { tokens: (0..12).map(|at| (at * 7 + seed * 13) % 60).collect(), from: 0 }
+}
+
+/// Takes steps on examples that depend on the step alone.
+fn steps(trainer: &mut Trainer, until: usize) {
+    while trainer.done() < until {
+        let seed = trainer.done() as u32;
+        trainer.step(&[vec![example(seed)], vec![example(seed + 1)]]).expect("a batch");
+    }
+}
+
+fn weights(folder: &Path) -> Vec<u8> {
+    let there = |file: &&&str| folder.join(file).exists();
+    let files = ["model.safetensors", "adapter_model.safetensors"];
+    let file = files.iter().find(there).expect("saved");
+    std::fs::read(folder.join(file)).expect("saved")
+}
+
+/// Runs `until` steps at once, then half of them, saves, and resumes with a new trainer; all bits are the same.
+fn resumed(start: impl Fn(&Path) -> Trainer, from: &Path) {
+    let (run, target) = (json!({ "data": 7 }), tempfile::tempdir().expect("a folder"));
+    let at = |name: &str| target.path().join(name);
+    let save = |trainer: &Trainer, name: &str| {
+        let mut folder = Adapter::begin(at(name)).expect("nobody else writes it");
+        trainer.checkpoint_into(&mut folder, &run).expect("it is writable");
+    };
+    let mut whole = start(from);
+    steps(&mut whole, 6);
+    save(&whole, "whole");
+    let mut half = start(from);
+    steps(&mut half, 3);
+    save(&half, "half");
+    drop(half);
+    let mut rest = start(&at("half"));
+    rest.resume(at("half"), &run).expect("the same options");
+    assert_eq!(rest.done(), 3);
+    steps(&mut rest, 6);
+    save(&rest, "rest");
+    assert!(weights(&at("whole")) == weights(&at("rest")), "other weights");
+    let state = |name: &str| std::fs::read(at(name).join("training.safetensors")).expect("saved");
+    assert!(state("whole") == state("rest"), "other state");
+    assert!(weights(&at("whole")) != weights(&at("half")));
+    // Other data.
+    let refused = rest.resume(at("half"), &json!({ "data": 8 })).expect_err("other data");
+    assert!(refused.to_string().contains("data: 7 in the saved run, 8 here"), "{refused}");
+}
+
+#[test]
+fn a_resumed_run_takes_the_same_steps() {
+    for moments in Moments::ALL {
+        let optimizer = AdamWOptions { moments, ..AdamWOptions::default() };
+        let schedule = Schedule { warmup: 2, ..Schedule::constant(1e-3) };
+        for name in ["gpt2", "phi3"] {
+            let options = FullOptions { schedule, optimizer, ..FullOptions::default() };
+            let full = |folder: &Path| {
+                let start = Start::Folder(Box::new(ModelFolder::open(folder).expect("a model")));
+                Trainer::full(&cpu(), start, &EngineOptions::default(), options.clone())
+                    .expect("dense")
+            };
+            resumed(full, &fixture(name));
+        }
+        let adapted = |folder: &Path| {
+            let options = TrainOptions { optimizer, ..options(4, 1e-2) };
+            let base = ModelFolder::open(fixture("llama")).expect("a fixture");
+            match folder.join("adapter_config.json").exists() {
+                true => {
+                    let adapter = base.adapter(folder).expect("just saved");
+                    Trainer::from_adapter(load("llama"), adapter, options).expect("valid")
+                }
+                false => Trainer::new(load("llama"), options).expect("valid"),
+            }
+        };
+        resumed(adapted, &fixture("llama"));
+    }
+}
+
+/// A saved model is the one that was trained, in all families.
+#[test]
+fn a_saved_model_has_the_trained_weights() {
+    for name in ["gemma2", "gemma3", "gpt2", "gpt2_bare", "llama", "llama3_tied", "phi3", "qwen2"] {
+        let start = Start::Folder(Box::new(ModelFolder::open(fixture(name)).expect("a fixture")));
+        let options = FullOptions { schedule: Schedule::constant(1e-2), ..FullOptions::default() };
+        let mut trainer =
+            Trainer::full(&cpu(), start, &EngineOptions::default(), options).expect("dense");
+        let target = tempfile::tempdir().expect("a folder");
+        let logits =
+            |engine: &Engine| engine.session(8).expect("fits").logits(&[5, 6, 7, 8]).expect("room");
+        trainer.save(target.path().join("before")).expect("writable");
+        let before = Engine::load(&cpu(), target.path().join("before"), &EngineOptions::default());
+        assert!(logits(&load(name)) == logits(&before.expect("a model")), "{name}: before");
+        steps(&mut trainer, 2);
+        trainer.save(target.path().join("after")).expect("writable");
+        let after = Engine::load(&cpu(), target.path().join("after"), &EngineOptions::default())
+            .expect("a model");
+        assert!(logits(trainer.engine()) == logits(&after), "{name}: after");
+        assert!(logits(&load(name)) != logits(&after), "{name}: nothing was trained");
+    }
 }

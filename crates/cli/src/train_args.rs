@@ -1,0 +1,258 @@
+//! Arguments of `flashover train`.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use clap::ValueEnum;
+use flashover::train::{AdamWOptions, Decay, LoraOptions, Moments, Schedule};
+
+use crate::model_args::{SubjectArgs, TraceArgs, choice};
+use crate::train_speed::RecomputeArg;
+use flashover::memory::Preset;
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Examples: a text, a .jsonl with {"text"}, {"prompt", "completion"} or {"messages"} on each line, or tokens: a .bin or
+    /// a folder of them
+    #[arg(long, value_name = "PATH")]
+    pub(crate) data: PathBuf,
+    /// Examples that are not trained on; prints their loss before and after training
+    #[arg(long, value_name = "PATH")]
+    pub(crate) held_out: Option<PathBuf>,
+    /// Also measure the held-out loss after every N steps
+    #[arg(long, value_name = "N", requires = "held_out", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) eval_every: Option<u32>,
+    /// Folder for the adapter, or with --full for the model; created if it is absent
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) output: PathBuf,
+    /// Replace the adapter or the model in the output folder
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+    /// Also save after every N steps, with the state that --resume needs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) save_every: Option<u32>,
+    /// Continue the run that was saved in a folder with --save-every, with the same options
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "from_scratch"])]
+    pub(crate) resume: Option<PathBuf>,
+    /// Write a JSON object per step: loss, norm, rate, tokens per second, memory
+    #[arg(long, value_name = "FILE")]
+    pub(crate) log: Option<PathBuf>,
+    /// Write a page with the curves of loss, gradient norm and learning rate
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) trace: TraceArgs,
+    #[command(flatten)]
+    pub(crate) training: TrainingArgs,
+    #[command(flatten)]
+    pub(crate) optimizer: OptimizerArgs,
+    #[command(flatten)]
+    pub(crate) lora: LoraArgs,
+    /// Folder with a LoRA adapter in PEFT format to continue training
+    #[arg(long, value_name = "DIR", help_heading = "Adapter", conflicts_with = "full")]
+    pub(crate) adapter: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) of: SubjectArgs,
+}
+
+/// Weights, batches and steps.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Training")]
+pub(crate) struct TrainingArgs {
+    /// Train all weights instead of an adapter
+    #[arg(long, conflicts_with_all = ["lora_rank", "lora_alpha", "lora_targets"])]
+    pub(crate) full: bool,
+    /// Begin with random weights of --shape; --data has tokens
+    #[arg(long, requires_all = ["full", "shape"])]
+    pub(crate) from_scratch: bool,
+    /// With --full and weights in 16 bits, keep no exact weights in f32: bf16 is rounded stochastically
+    #[arg(long, requires = "full")]
+    pub(crate) no_master: bool,
+    /// Maximum tokens per example; longer ones are cut [default: 512, at most the context of the model]
+    #[arg(long, short = 'c', value_parser = clap::value_parser!(u32).range(2..))]
+    pub(crate) context: Option<u32>,
+    /// Examples per batch [default: 4, or the choice of --preset]
+    #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) batch: Option<u32>,
+    /// Choose precision and batch that fit the device, unless --quant and -b are given; the only preset is training
+    #[arg(long, value_parser = choice::<Preset>([Preset::Training.name()]), hide_possible_values = true)]
+    pub(crate) preset: Option<Preset>,
+    /// Batches per step, whose gradients are added
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) accumulate: u32,
+    /// Tokens per step, instead of --accumulate: a multiple of a batch's tokens
+    #[arg(long, value_name = "N", conflicts_with = "accumulate", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) tokens_per_step: Option<u64>,
+    /// Number of steps [default: one epoch]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) steps: Option<u32>,
+    /// Random seed of initial values, of the order of examples and of rounding
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Activations that the backward pass recomputes: fewer take more memory and less time
+    #[arg(long, value_enum, default_value = "layers")]
+    pub(crate) recompute: RecomputeArg,
+}
+
+/// Hyperparameters of the optimizer.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Optimizer")]
+pub(crate) struct OptimizerArgs {
+    /// Optimizer, by the format of its moments
+    #[arg(long, value_enum, default_value = "adamw")]
+    optimizer: OptimizerArg,
+    /// Largest learning rate [default: 2e-4; with --full 2e-5, with --from-scratch 6e-4]
+    #[arg(long, allow_negative_numbers = true)]
+    learning_rate: Option<f64>,
+    /// Steps of linear warmup from 0 to the learning rate
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    warmup: u32,
+    /// Decay of the learning rate after the warmup
+    #[arg(long, value_enum, default_value = "constant")]
+    schedule: ScheduleArg,
+    /// Short for --schedule cosine
+    #[arg(long, conflicts_with = "schedule")]
+    cosine: bool,
+    /// With --schedule wsd, steps of the decay at the end
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    decay_steps: u32,
+    /// Rate at the end of the decay, as a share of the learning rate
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, allow_negative_numbers = true)]
+    floor: f64,
+    /// Decay rate of the mean of gradients
+    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
+    beta1: f64,
+    /// Decay rate of the mean of squared gradients [default: 0.999; with --from-scratch 0.95]
+    #[arg(long, allow_negative_numbers = true)]
+    beta2: Option<f64>,
+    /// Constant added to the root of the mean square
+    #[arg(long, default_value_t = 1e-8, allow_negative_numbers = true)]
+    eps: f64,
+    /// Weight decay, of matrices alone [default: 0; with --from-scratch 0.1]
+    #[arg(long, allow_negative_numbers = true)]
+    weight_decay: Option<f64>,
+    /// Clip the gradient to this norm; 0 disables clipping
+    #[arg(long, alias = "clip", default_value_t = 1.0, allow_negative_numbers = true)]
+    max_grad_norm: f64,
+}
+
+/// Optimizers.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum OptimizerArg {
+    /// AdamW with moments in f32
+    Adamw,
+    /// AdamW with moments in bf16, rounded stochastically
+    AdamwBf16,
+    /// AdamW with moments in 8 bits, as in bitsandbytes
+    Adamw8,
+}
+
+impl OptimizerArg {
+    pub(crate) const fn moments(self) -> Moments {
+        match self {
+            Self::Adamw => Moments::F32,
+            Self::AdamwBf16 => Moments::Bf16,
+            Self::Adamw8 => Moments::Int8,
+        }
+    }
+}
+
+/// Schedules of the learning rate.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum ScheduleArg {
+    Constant,
+    /// Half a cosine
+    Cosine,
+    Linear,
+    /// Warmup, stable, decay: constant, then linear over --decay-steps
+    Wsd,
+}
+
+impl OptimizerArgs {
+    /// Returns the options for a number of steps.
+    pub(crate) fn options(
+        &self,
+        training: &TrainingArgs,
+        steps: usize,
+    ) -> anyhow::Result<(Schedule, AdamWOptions)> {
+        let scratch = training.from_scratch;
+        let rate = match (scratch, training.full) {
+            (true, _) => 6e-4,
+            (false, true) => 2e-5,
+            (false, false) => 2e-4,
+        };
+        if self.max_grad_norm.is_nan() || self.max_grad_norm < 0.0 {
+            bail!(
+                "expected a gradient norm of 0 or more, got {}\nhint: use --max-grad-norm 1, or 0 to disable clipping",
+                self.max_grad_norm
+            );
+        }
+        let constant = !self.cosine && matches!(self.schedule, ScheduleArg::Constant);
+        let schedule = Schedule {
+            learning_rate: self.learning_rate.unwrap_or(rate),
+            warmup: self.warmup as usize,
+            decay: match self.schedule {
+                _ if self.cosine => Decay::Cosine,
+                ScheduleArg::Constant => Decay::Constant,
+                ScheduleArg::Cosine => Decay::Cosine,
+                ScheduleArg::Linear => Decay::Linear,
+                ScheduleArg::Wsd => Decay::Stable { last: self.decay_steps as usize },
+            },
+            // Without a decay, a run may be resumed with more steps.
+            steps: if constant { 0 } else { steps },
+            floor: self.floor,
+        };
+        let optimizer = AdamWOptions {
+            beta1: self.beta1,
+            beta2: self.beta2.unwrap_or(if scratch { 0.95 } else { 0.999 }),
+            eps: self.eps,
+            weight_decay: self.weight_decay.unwrap_or(if scratch { 0.1 } else { 0.0 }),
+            max_grad_norm: (self.max_grad_norm > 0.0).then_some(self.max_grad_norm),
+            moments: self.optimizer.moments(),
+            seed: training.seed as u32,
+        };
+        Ok((schedule, optimizer))
+    }
+
+    pub(crate) const fn moments(&self) -> Moments {
+        self.optimizer.moments()
+    }
+}
+
+/// Help of `--kv-cache`: it is an option of the model, but training refuses it.
+pub(crate) const KV_CACHE: &str = "Training has no KV cache: int8 is refused";
+
+/// Default maximum of tokens per example.
+pub(crate) const USUAL_TO_TRAIN: usize = 512;
+
+/// Shape of the adapter.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Adapter")]
+pub(crate) struct LoraArgs {
+    /// Rank of the LoRA matrices A and B [default: 16]
+    #[arg(long, value_name = "RANK")]
+    lora_rank: Option<usize>,
+    /// Alpha: the product of B and A is scaled by alpha / rank [default: twice the rank]
+    #[arg(long, value_name = "ALPHA", allow_negative_numbers = true)]
+    lora_alpha: Option<f64>,
+    /// Names of the adapted matrices, such as q_proj,v_proj [default: all matrices of the layers]
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    lora_targets: Vec<String>,
+}
+
+impl LoraArgs {
+    pub(crate) fn options(&self) -> LoraOptions {
+        let rank = self.lora_rank.unwrap_or(LoraOptions::default().rank);
+        LoraOptions {
+            rank,
+            alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
+            rank_stabilised: false,
+            targets: self.lora_targets.clone(),
+        }
+    }
+
+    /// Returns true if an option was given.
+    pub(crate) fn are_given(&self) -> bool {
+        self.lora_rank.is_some() || self.lora_alpha.is_some() || !self.lora_targets.is_empty()
+    }
+}

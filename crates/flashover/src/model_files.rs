@@ -1,0 +1,78 @@
+//! The files of a model's folder next to its weights.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use checkpoint::Checkpoint;
+use models::Error;
+
+/// Configuration of the model.
+pub(crate) const CONFIG: &str = "config.json";
+/// Buffers of a training run.
+pub(crate) const STATE: &str = "training.safetensors";
+/// Options and position of a training run.
+pub(crate) const RUN: &str = "training.json";
+
+/// Returns the paths of the files to copy, relative to the folder: all except weights of any format, hidden files, and the state
+/// of a training run.
+pub(crate) fn others(model: &Path, checkpoint: &Checkpoint) -> Result<Vec<PathBuf>, Error> {
+    let mut found = Vec::new();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(folder) = folders.pop() {
+        let at = model.join(&folder);
+        let read = |why| Error::Read { path: at.clone(), why };
+        for entry in fs::read_dir(&at).map_err(read)? {
+            let entry = entry.map_err(read)?;
+            let name = entry.file_name();
+            let path = folder.join(&name);
+            if name.as_encoded_bytes().starts_with(b".") {
+                continue;
+            }
+            if entry.file_type().map_err(read)?.is_dir() {
+                folders.push(path);
+            } else if entry.path().is_file()
+                && ![CONFIG, STATE, RUN].iter().any(|own| path == Path::new(own))
+                && !is_weights(&name.to_string_lossy())
+                && !checkpoint.files().any(|file| file == entry.path())
+            {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Returns true if a file holds the quantised weights, or the same weights in another format.
+fn is_weights(name: &str) -> bool {
+    const ENDS: [&str; 9] =
+        [".pth", ".pt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".index.json"];
+    let named = |starts: &str, ends: &str| name.starts_with(starts) && name.ends_with(ends);
+    named("model", ".safetensors")
+        || named("consolidated", ".safetensors")
+        || named("pytorch_model", ".bin")
+        || ENDS.iter().any(|end| name.ends_with(end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_known_by_their_names() {
+        for name in [
+            "model.safetensors",
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model-00001-of-00002.bin",
+            "consolidated.00.pth",
+            "consolidated.safetensors",
+            "x-q4_0.gguf",
+        ] {
+            assert!(is_weights(name), "{name}");
+        }
+        for name in ["tokenizer.json", "tokenizer.model", "training_args.bin", "README.md"] {
+            assert!(!is_weights(name), "{name}");
+        }
+    }
+}
