@@ -5,11 +5,15 @@
 //! trained      A and B of an adapter, or exact weights next to weights in 16 bits; in f32
 //! gradients    of all trained values, in f32
 //! optimizer    two moments per trained value, in f32, in bf16, or in bytes with an f32 per 256
-//! activations  the larger of these, and an adapter's factors in the compute dtype:
-//!                loss        what the layers keep, the logits of some rows, and rows of the residual stream
-//!                backward    of the uppermost layer: what all layers keep, what it keeps while it runs, its gradients, and
-//!                            a dense copy of its largest weight if that is quantised
+//! activations  the sum of these:
+//!                what all layers keep, and an adapter's factors in the compute dtype
+//!                loss        the logits of some rows, and rows of the residual stream
+//!                backward    of the uppermost layer: what it keeps while it runs, its gradients, and a dense copy of its
+//!                            largest weight if that is quantised
 //! ```
+//!
+//! Loss and backward pass are not live together, but what the layers keep lies between what each of them freed: the logits find no
+//! place of their size there.
 
 use ops::training::{BLOCK, Moments};
 use ops::{MemoryProfile, pool_overhead};
@@ -93,7 +97,7 @@ impl Rows<'_> {
         // Gate and up are one matrix.
         let joint = if self.precision.joins_gate(self.config.ffn) { dense } else { 0 };
         let backward = again + 3 * x + inner + dense + joint;
-        let activations = kept + self.loss_bytes().max(backward);
+        let activations = kept + self.loss_bytes() + backward;
         let State { weights, trained, gradients, optimizer, .. } = state;
         Ok(Footprint {
             weights,
