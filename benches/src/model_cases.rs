@@ -444,7 +444,7 @@ mod tests {
             "{all:?}"
         );
         let some = select(Suite::All, Scale::Gpu, Some("quant=nf4"), demo);
-        assert_eq!(some.len(), 5);
+        assert_eq!(some.len(), 6);
         let requests = names(Suite::Documents, Scale::Gpu, None);
         let seven = "request bf16 batch=4 model=llama-2-7b prompt=128 quant=nf4 tokens=64";
         assert!(requests.contains(&seven.to_owned()), "{requests:?}");

@@ -116,7 +116,8 @@ impl TrainBatch {
             targets: list(&targets),
             looked_up: LookedUp { tokens, positions },
             count,
-            tables: tables(config, seq, seq, device),
+            // Frequencies that depend on the length count the last token, as in transformers.
+            tables: tables(config, seq + 1, seq, device),
         })
     }
 

@@ -153,7 +153,11 @@ impl Plan {
             (_, Some(context)) if context > 1 => {
                 format!("{context} tokens per sequence fit with a batch of {batch}")
             }
-            _ => "use a larger budget, a smaller rank or a smaller model".to_owned(),
+            _ => match training.trains {
+                Trains::Adapter(_) => "use a larger budget, a smaller rank or a smaller model",
+                Trains::Weights { .. } => "use a larger budget or a smaller model",
+            }
+            .to_owned(),
         };
         let fitting = match training.trains {
             Trains::Adapter(_) => fitting,
