@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 use clap::ValueEnum;
+use flashover::memory::Preset;
 use flashover::train::{AdamWOptions, Decay, LoraOptions, Moments, Schedule};
 
 use crate::model_args::{SubjectArgs, TraceArgs, choice};
 use crate::train_speed::RecomputeArg;
-use flashover::memory::Preset;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -187,19 +187,19 @@ impl OptimizerArgs {
                 self.max_grad_norm
             );
         }
-        let constant = !self.cosine && matches!(self.schedule, ScheduleArg::Constant);
+        let decay = match self.schedule {
+            _ if self.cosine => Decay::Cosine,
+            ScheduleArg::Constant => Decay::Constant,
+            ScheduleArg::Cosine => Decay::Cosine,
+            ScheduleArg::Linear => Decay::Linear,
+            ScheduleArg::Wsd => Decay::Stable { last: self.decay_steps as usize },
+        };
         let schedule = Schedule {
             learning_rate: self.learning_rate.unwrap_or(rate),
             warmup: self.warmup as usize,
-            decay: match self.schedule {
-                _ if self.cosine => Decay::Cosine,
-                ScheduleArg::Constant => Decay::Constant,
-                ScheduleArg::Cosine => Decay::Cosine,
-                ScheduleArg::Linear => Decay::Linear,
-                ScheduleArg::Wsd => Decay::Stable { last: self.decay_steps as usize },
-            },
+            decay,
             // Without a decay, a run may be resumed with more steps.
-            steps: if constant { 0 } else { steps },
+            steps: if decay == Decay::Constant { 0 } else { steps },
             floor: self.floor,
         };
         let optimizer = AdamWOptions {

@@ -58,10 +58,14 @@ impl Model {
             (Some(adapter), Some(folder)) => Some(folder.adapter(adapter)?),
             _ => None,
         };
-        let lora = match &adapter {
-            Some(adapter) => adapter.options().clone(),
-            None => args.lora.options(),
-        };
+        let asked = args.lora.options();
+        let lora = adapter.as_ref().map_or(&asked, Adapter::options).clone();
+        if args.lora.are_given() && (asked.rank, asked.alpha) != (lora.rank, lora.alpha) {
+            let LoraOptions { rank, alpha, .. } = lora;
+            bail!(
+                "the saved adapter has rank {rank}, alpha {alpha}\nhint: leave out --lora-*, or start a new run"
+            );
+        }
         Ok(Self { folder, adapter, training: Training { trains: trains(&lora), recompute } })
     }
 

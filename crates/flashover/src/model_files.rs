@@ -9,9 +9,9 @@ use models::Error;
 /// Configuration of the model.
 pub(crate) const CONFIG: &str = "config.json";
 /// Buffers of a training run.
-pub(crate) const STATE: &str = "training.safetensors";
+pub(crate) const STATE: &str = "flashover_run.safetensors";
 /// Options and position of a training run.
-pub(crate) const RUN: &str = "training.json";
+pub(crate) const RUN: &str = "flashover_run.json";
 
 /// Returns the paths of the files to copy, relative to the folder: all except weights of any format, hidden files, and the state
 /// of a training run.

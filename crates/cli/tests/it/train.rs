@@ -350,7 +350,7 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     full(&[&["--output", &b, "--steps", "3"], &every[..]].concat());
     let said = full(&["--output", &b, "--resume", &b, "--steps", "6"]);
     assert!(said.contains("the run continues after 3 steps"), "{said}");
-    for file in ["model.safetensors", "training.safetensors", "config.json"] {
+    for file in ["model.safetensors", "flashover_run.safetensors", "config.json"] {
         let read = |folder: &str| fs::read(Path::new(folder).join(file)).expect("written");
         assert!(read(&a) == read(&b), "{file}");
     }
@@ -377,6 +377,12 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     with(&["--resume", &b, "--accumulate", "2"], "accumulate: 1 in the saved run, 2 here");
     with(&["--resume", model], "has no training run");
     with(&["--beta2", "1"], "beta2 is 1");
+    let (adapter, lora) = (path("adapter"), ["--model", model, "--lora-rank"]);
+    let two = ["4", "--steps", "2", "--save-every", "1", "--data", &data, "--output", &adapter];
+    let made = train(&[&lora[..], &two].concat());
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    let eight = ["8", "--resume", &adapter];
+    refused(&[&lora[..], &eight].concat(), "the saved adapter has rank 4, alpha 8");
     with(&["--tokens-per-step", "100"], "expected a multiple of 64 tokens per step");
     with(&["--memory-limit", "30MiB"], "training all weights of");
     refused(&["--shape", "gpt2"], "gpt2 is a shape without weights");

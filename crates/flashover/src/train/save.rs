@@ -3,8 +3,8 @@
 //! ```text
 //! model.safetensors, config.json, tokenizer …      all weights, in the compute dtype; or
 //! adapter_model.safetensors, adapter_config.json   an adapter, in f32
-//! training.safetensors                             of a run: exact weights, moments, loss scale
-//! training.json                                    of a run: steps taken, options of the trainer and of the caller
+//! flashover_run.safetensors                        of a run: exact weights, moments, loss scale
+//! flashover_run.json                               of a run: steps taken, options of the trainer and of the caller
 //! ```
 //!
 //! The files of a folder are replaced together: a kill leaves those of one save. A run that is resumed takes the same steps, bit
@@ -129,8 +129,10 @@ impl Trainer {
             }),
             Trains::Weights { master, .. } => json!({ "weights": "all", "master": master }),
         };
-        let own = &self.optimizer;
+        let (own, config) = (&self.optimizer, self.engine.config());
+        let (family, parameters) = (config.family.model_type(), config.parameters());
         json!({
+            "model": format!("{family} with {parameters} parameters"),
             "trains": trains,
             "dtype": self.engine.precision().0,
             "schedule": self.schedule,

@@ -223,7 +223,8 @@ fn resumed(start: impl Fn(&Path) -> Trainer, from: &Path) {
     steps(&mut rest, 6);
     save(&rest, "rest");
     assert!(weights(&at("whole")) == weights(&at("rest")), "other weights");
-    let state = |name: &str| std::fs::read(at(name).join("training.safetensors")).expect("saved");
+    let state =
+        |name: &str| std::fs::read(at(name).join("flashover_run.safetensors")).expect("saved");
     assert!(state("whole") == state("rest"), "other state");
     assert!(weights(&at("whole")) != weights(&at("half")));
     // Other data.
