@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use arch::Device;
-use flashover::bench::{SpeedTest, TrainTest};
+use flashover::bench::{SpeedTest, StepShape, TrainTest};
 use flashover::memory::PlanError;
 use flashover::train::{FullOptions, Recompute, Start, TrainError, Trainer};
 use flashover::{Compute, Engine, EngineOptions, GenerateError, LoadError, WeightFormat};
@@ -267,6 +267,8 @@ fn measure_full(
     let options = FullOptions { recompute, ..FullOptions::default() };
     let mut trainer = Trainer::full(&device.clone().into(), start, &engine, options)?;
     // Runs the test once, so that memory for tuning is not counted.
+    let [batch, context] = shape;
+    let shape = StepShape { micro_batches: 1, batch, context };
     trainer.measure(shape, 1)?;
     trainer.engine().clear_cache()?;
     let speed = trainer.measure(shape, REPETITIONS[0].into())?;

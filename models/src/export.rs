@@ -1,13 +1,15 @@
 //! Flat buffers in files: weights under their names in a checkpoint, and the state of training.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use burn::tensor::{DType as Burn, Tensor as Device};
 use checkpoint::{Checkpoint, DType, Plan, Reason, Tensor, Writer};
+use ops::training::HostBuffer;
 
 use crate::weights::full_name;
-use crate::{DecoderConfig, Error, FlatWeights, Param};
+use crate::{Buffer, DecoderConfig, Error, FlatWeights, Param};
 
 impl FlatWeights {
     /// Writes all weights in their dtype into one safetensors file. `prefix` is that of the names, without which the family's
@@ -77,14 +79,22 @@ const CHUNK: usize = 1 << 26;
 ///
 /// # Errors
 /// [`Error::Checkpoint`] for a file that cannot be written; [`Error::Failed`], [`Error::Op`] if the device failed.
-pub fn write_buffers(path: impl AsRef<Path>, buffers: &[(String, Device<1>)]) -> Result<(), Error> {
-    let plans = chunks(buffers)
-        .map(|(name, buffer, at)| Plan::new(name, dtype_of(buffer.dtype()), &[length(buffer, at)]));
+pub fn write_buffers(
+    path: impl AsRef<Path>,
+    buffers: &mut [(String, Buffer<'_>)],
+) -> Result<(), Error> {
+    let plans = buffers.iter().flat_map(|(name, buffer)| {
+        let (len, dtype) = (buffer.len(), dtype_of(buffer.dtype()));
+        chunks(len)
+            .map(move |(index, range)| Plan::new(chunk_name(name, index), dtype, &[range.len()]))
+    });
     let mut writer = Writer::create(path, plans.collect::<Vec<_>>())?;
-    for (name, buffer, at) in chunks(buffers) {
-        let len = length(buffer, at);
-        let bytes = downloaded(buffer, at, len)?;
-        writer.write(&name, &Tensor::new(dtype_of(buffer.dtype()), &[len], bytes))?;
+    for (name, buffer) in buffers {
+        for (index, range) in chunks(buffer.len()) {
+            let (len, dtype) = (range.len(), dtype_of(buffer.dtype()));
+            let tensor = Tensor::new(dtype, &[len], buffer.read(range)?);
+            writer.write(&chunk_name(name, index), &tensor)?;
+        }
     }
     Ok(writer.finish()?)
 }
@@ -94,35 +104,86 @@ pub fn write_buffers(path: impl AsRef<Path>, buffers: &[(String, Device<1>)]) ->
 /// # Errors
 /// [`Error::Checkpoint`] for a file that cannot be read, or whose buffers have other names, lengths or dtypes;
 /// [`Error::Op`].
-pub fn read_buffers(path: impl AsRef<Path>, buffers: &[(String, Device<1>)]) -> Result<(), Error> {
+pub fn read_buffers(
+    path: impl AsRef<Path>,
+    buffers: &mut [(String, Buffer<'_>)],
+) -> Result<(), Error> {
     let file = Checkpoint::open(path)?;
     let wrong = |name: &str, reason| checkpoint::Error::Tensor { tensor: name.into(), reason };
-    for (name, buffer, at) in chunks(buffers) {
-        let (tensor, need) = (file.tensor(&name)?, dtype_of(buffer.dtype()));
-        if tensor.dtype != need {
-            return Err(wrong(&name, Reason::DType { have: tensor.dtype, need: vec![need] }).into());
+    for (name, buffer) in buffers {
+        for (index, range) in chunks(buffer.len()) {
+            let name = chunk_name(name, index);
+            let (tensor, need) = (file.tensor(&name)?, dtype_of(buffer.dtype()));
+            if tensor.dtype != need {
+                let reason = Reason::DType { have: tensor.dtype, need: vec![need] };
+                return Err(wrong(&name, reason).into());
+            }
+            if tensor.shape != [range.len()] {
+                let (have, need) = (tensor.shape, vec![range.len()]);
+                return Err(wrong(&name, Reason::Shape { have, need }).into());
+            }
+            buffer.write(range.start, tensor.bytes.into_owned())?;
+            file.release(&name);
         }
-        if tensor.shape != [length(buffer, at)] {
-            let (have, need) = (tensor.shape, vec![length(buffer, at)]);
-            return Err(wrong(&name, Reason::Shape { have, need }).into());
-        }
-        let _stream_guard = ops::stream_guard();
-        ops::training::overwrite(buffer, at, tensor.bytes.into_owned())?;
-        file.release(&name);
     }
     Ok(())
 }
 
-/// Returns the name, the buffer and the first element of each chunk.
-fn chunks(buffers: &[(String, Device<1>)]) -> impl Iterator<Item = (String, &Device<1>, usize)> {
-    buffers.iter().flat_map(|(name, buffer)| {
-        let starts = (0..buffer.dims()[0]).step_by(CHUNK).enumerate();
-        starts.map(move |(index, at)| (format!("{name}.{index}"), buffer, at))
-    })
+impl Buffer<'_> {
+    /// Returns the number of elements.
+    fn len(&self) -> usize {
+        match self {
+            Self::Device(tensor) => tensor.dims()[0],
+            Self::Host(buffer, dtype) => buffer.len() / dtype.size(),
+        }
+    }
+
+    fn dtype(&self) -> Burn {
+        match self {
+            Self::Device(tensor) => tensor.dtype(),
+            Self::Host(_, dtype) => *dtype,
+        }
+    }
+
+    /// Returns the bytes of some elements.
+    fn read(&mut self, range: Range<usize>) -> Result<Vec<u8>, Error> {
+        match self {
+            Self::Device(tensor) => downloaded(tensor, range.start, range.len()),
+            Self::Host(buffer, dtype) => {
+                let size = dtype.size();
+                Ok(settled(buffer)[size * range.start..size * range.end].to_vec())
+            }
+        }
+    }
+
+    /// Overwrites elements from `at` on.
+    fn write(&mut self, at: usize, bytes: Vec<u8>) -> Result<(), Error> {
+        match self {
+            Self::Device(tensor) => {
+                let _stream_guard = ops::stream_guard();
+                ops::training::overwrite(tensor, at, bytes)?;
+            }
+            Self::Host(buffer, dtype) => {
+                let at = at * dtype.size();
+                settled(buffer)[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+        }
+        Ok(())
+    }
 }
 
-fn length(buffer: &Device<1>, at: usize) -> usize {
-    (buffer.dims()[0] - at).min(CHUNK)
+/// Returns the bytes of a buffer between two steps.
+fn settled(buffer: &mut HostBuffer) -> &mut [u8] {
+    buffer.bytes().expect("a step waits for its transfers")
+}
+
+/// Returns the index and the elements of each chunk of a buffer.
+fn chunks(len: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+    (0..len).step_by(CHUNK).map(move |at| at..len.min(at + CHUNK)).enumerate()
+}
+
+fn chunk_name(buffer: &str, index: usize) -> String {
+    format!("{buffer}.{index}")
 }
 
 /// Returns bytes of elements of a buffer.

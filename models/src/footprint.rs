@@ -43,6 +43,8 @@ pub struct Footprint {
     pub gradients: u128,
     /// Moments of the optimizer.
     pub optimizer: u128,
+    /// State of training in host memory, which is no part of the total.
+    pub host: u128,
     /// Peak of live activations.
     pub activations: u128,
     /// Dense copy of the largest quantised weight.
@@ -93,7 +95,7 @@ impl KvFormat {
 }
 
 impl Footprint {
-    /// Returns the bytes of all parts.
+    /// Returns the bytes of all parts on the device.
     pub const fn total(&self) -> u128 {
         self.weights + self.kept() + self.transient()
     }

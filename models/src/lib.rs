@@ -54,7 +54,7 @@ mod workload;
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
     Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache, LoadOptions, Loading, OnDevice,
-    Recompute, Trained, file_dtype, on_device,
+    Parking, Recompute, Trained, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use footprint::{Footprint, KvFormat, ModelPrecision};
@@ -62,8 +62,8 @@ pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
-pub use optimizer::{AdamWOptions, LossScale, Optimizer};
-pub use parameters::{FlatTensor, Group, Parameters};
+pub use optimizer::{AdamWOptions, Buffer, HostWeights, LossScale, Master, Optimizer};
+pub use parameters::{FlatTensor, Group, Parameters, Piece};
 pub use rope::{Rope, Scaling};
 pub use weights::{Stored, Weights};
-pub use workload::{Training, Trains, Workload};
+pub use workload::{Offload, Training, Trains, Workload};

@@ -82,6 +82,29 @@ impl FlatTensor {
     }
 }
 
+/// Neighbouring matrices whose gradients are summed, and moved to the host, together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Piece {
+    /// Matrices of a layer, except small ones.
+    Layer(usize),
+    /// The head, if it is not tied to the embedding.
+    Head,
+    /// Embedding and positions.
+    Tables,
+}
+
+impl Piece {
+    /// Returns the piece of a tensor; none for vectors and small matrices of layers.
+    fn of(tensor: &FlatTensor) -> Option<Self> {
+        match tensor.params[0].slot {
+            _ if !tensor.group.on_host() => None,
+            Slot::Layer(layer, _) => Some(Self::Layer(layer)),
+            Slot::Head => Some(Self::Head),
+            _ => Some(Self::Tables),
+        }
+    }
+}
+
 /// All parameters of a decoder in one flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameters {
@@ -151,6 +174,20 @@ impl Parameters {
         &self.groups
     }
 
+    /// Returns the pieces and their ranges of the buffer, in its order. They cover the groups for which [`Group::on_host`] is true.
+    pub fn pieces(&self) -> Vec<(Piece, Range<usize>)> {
+        let mut pieces: Vec<(Piece, Range<usize>)> = Vec::new();
+        for tensor in &self.tensors {
+            let Some(piece) = Piece::of(tensor) else { continue };
+            let end = tensor.at + tensor.space();
+            match pieces.last_mut() {
+                Some((last, range)) if *last == piece => range.end = end,
+                _ => pieces.push((piece, tensor.at..end)),
+            }
+        }
+        pieces
+    }
+
     /// Returns the tensor that begins with the weight or bias of a slot, if the decoder has it.
     pub fn tensor(&self, slot: Slot, side: Side) -> Option<&FlatTensor> {
         self.places.get(&(slot, side)).map(|index| &self.tensors[*index])
@@ -164,6 +201,11 @@ impl Group {
         let outer = vector || !matches!(slot, Slot::Layer(..));
         let table = matches!(slot, Slot::Embedding | Slot::Positions);
         Self { outer, vector, exact: table || tensor.len() < SMALL }
+    }
+
+    /// Returns true if offloading moves the group to host memory: not vectors, and not small matrices, which take next to nothing.
+    pub const fn on_host(&self) -> bool {
+        !self.vector && (self.outer || !self.exact)
     }
 }
 
@@ -189,6 +231,19 @@ mod tests {
             assert_eq!(end, all.len());
             let count: usize = all.tensors().iter().map(FlatTensor::len).sum();
             assert_eq!(count as u64, config.parameters(), "{name}");
+            let pieces = all.pieces();
+            let moved =
+                |(group, range): &(Group, Range<usize>)| group.on_host().then(|| range.len());
+            let covered: usize = all.groups().iter().filter_map(moved).sum();
+            assert_eq!(
+                pieces.iter().map(|(_, range)| range.len()).sum::<usize>(),
+                covered,
+                "{name}"
+            );
+            assert!(pieces.is_sorted_by(|(_, a), (_, b)| a.end <= b.start), "{name}");
+            let layers =
+                pieces.iter().filter(|(piece, _)| matches!(piece, Piece::Layer(_))).count();
+            assert_eq!(layers, config.layers.len(), "{name}");
             let qkv = all.tensor(Slot::Layer(0, Part::Query), Side::Weight).expect("each has it");
             assert_eq!(qkv.params.len(), 3, "{name}");
         }

@@ -22,12 +22,52 @@ pub struct Workload {
 }
 
 /// Training of a model.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Training {
     /// Values that training changes.
     pub trains: Trains,
     /// Activations that the backward pass recomputes.
     pub recompute: Recompute,
+    /// Parts in host memory.
+    pub offload: Offload,
+    /// Number of micro-batches of a step. Only gradients in host memory make the memory depend on it.
+    pub micro_batches: usize,
+}
+
+impl Default for Training {
+    fn default() -> Self {
+        Self {
+            trains: Trains::default(),
+            recompute: Recompute::default(),
+            offload: Offload::default(),
+            micro_batches: 1,
+        }
+    }
+}
+
+/// Parts of training in host memory, which are copied while the device computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Offload {
+    /// Moments, and exact weights next to weights in 16 bits.
+    pub optimizer: bool,
+    /// Gradients of weights. All micro-batches of a step pass a layer before any passes the next one.
+    pub gradients: bool,
+    /// Inputs of layers, between the forward and the backward pass.
+    pub inputs: bool,
+}
+
+impl Offload {
+    /// Returns true if a step goes layer by layer, and recomputes each.
+    pub const fn by_layer(self) -> bool {
+        self.gradients || self.inputs
+    }
+
+    /// Returns the names of the parts on the command line.
+    pub fn names(self) -> Vec<&'static str> {
+        let all =
+            [(self.optimizer, "optimizer"), (self.gradients, "gradients"), (self.inputs, "inputs")];
+        all.into_iter().filter_map(|(own, name)| own.then_some(name)).collect()
+    }
 }
 
 /// Values that training changes.
@@ -67,6 +107,10 @@ impl Serialize for Workload {
             None => map.serialize_entry("shared", &self.shared)?,
             Some(training) => {
                 map.serialize_entry("recompute", training.recompute.name())?;
+                if training.offload != Offload::default() {
+                    map.serialize_entry("offload", &training.offload.names())?;
+                    map.serialize_entry("micro_batches", &training.micro_batches)?;
+                }
             }
         }
         map.end()

@@ -13,6 +13,7 @@ mod host;
 pub mod monitor;
 mod profile;
 pub mod report;
+pub mod transfer;
 
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;

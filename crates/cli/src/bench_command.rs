@@ -6,6 +6,7 @@ use anyhow::bail;
 use clap::ValueEnum;
 use flashover::bench::{Ceilings, Speed, SpeedTest};
 use flashover::memory::{BatchSize, find_batch_size};
+use flashover::train::{LoraOptions, Recompute};
 use flashover::{Engine, GenerateError, KvFormat};
 use serde::Serialize;
 use time::OffsetDateTime;
@@ -14,7 +15,7 @@ use tune::timing::Stopwatch;
 
 use crate::interrupt;
 use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
-use crate::train_speed::{self, RecomputeArg, Steps, Train};
+use crate::train_speed::{self, StepArgs, Train};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -36,15 +37,11 @@ pub(crate) struct Args {
     /// Repetitions of each test, after one warm-up run
     #[arg(short = 'r', long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repetitions: u16,
-    /// Measure training steps instead, with --batch sequences of --context tokens
-    #[arg(long, value_enum)]
-    train: Option<Train>,
+    #[command(flatten)]
+    steps: StepArgs,
     /// With --train, tokens per sequence
     #[arg(short = 'c', long, default_value_t = 1024, requires = "train")]
     context: usize,
-    /// With --train, activations that the backward pass recomputes
-    #[arg(long, value_enum, default_value = "nothing", requires = "train")]
-    recompute: RecomputeArg,
     /// Output format
     #[arg(long, default_value = "md")]
     format: Format,
@@ -151,7 +148,7 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if let Some(train) = args.train {
+    if let Some(train) = args.steps.train {
         return run_steps(args, train);
     }
     let tests = tests(args);
@@ -216,9 +213,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for batch in &args.batch.0 {
-        let (context, recompute) = (args.context, args.recompute.into());
-        let steps = Steps { train, batch: *batch, context, recompute };
-        let row = train_speed::bench(&args.of, steps, args.repetitions.into())?;
+        let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing);
+        let shape = [*batch, args.context];
+        let row = train_speed::bench(&args.of, &training, shape, args.repetitions.into())?;
         match args.format {
             Format::Md => command::print(&train_speed::table(&row))?,
             Format::Jsonl => command::print(&(serde_json::to_string(&row)? + "\n"))?,

@@ -2,12 +2,12 @@
 
 use anyhow::bail;
 use flashover::memory::{Plan, PlanError, Preset, Workload};
-use flashover::train::{Training, Trains};
+use flashover::train::{Recompute, Training, Trains};
 use flashover::{EngineOptions, LoadError};
 
 use crate::model_args::{SubjectArgs, choice};
-use crate::train_args::{LoraArgs, OptimizerArg, USUAL_TO_TRAIN};
-use crate::train_speed::{RecomputeArg, Train};
+use crate::train_args::{LoraArgs, USUAL_TO_TRAIN};
+use crate::train_speed::{StepArgs, Train};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -22,18 +22,8 @@ pub(crate) struct Args {
     /// or training
     #[arg(long, value_parser = choice::<Preset>(Preset::ALL.map(Preset::name)), hide_possible_values = true)]
     preset: Option<Preset>,
-    /// Plan for training instead of generation
-    #[arg(long, value_enum)]
-    train: Option<Train>,
-    /// With --train, activations that the backward pass recomputes
-    #[arg(long, value_enum, default_value = "layers", requires = "train")]
-    recompute: RecomputeArg,
-    /// With --train full, optimizer by the format of its moments
-    #[arg(long, value_enum, default_value = "adamw", requires = "train")]
-    optimizer: OptimizerArg,
-    /// With --train full, no exact weights in f32 next to weights in 16 bits
-    #[arg(long, requires = "train")]
-    no_master: bool,
+    #[command(flatten)]
+    steps: StepArgs,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
@@ -51,7 +41,7 @@ pub(crate) const PROFILE: &str =
 const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.train.is_none() && args.lora.are_given() {
+    if args.steps.train.is_none() && args.lora.are_given() {
         bail!("--lora options need a plan for training\nhint: add --train lora");
     }
     // A recorded profile needs no device.
@@ -61,20 +51,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let options = args.of.load.options();
     let subject = args.of.subject()?;
-    let trains = args.train.is_some() || args.preset == Some(Preset::Training);
+    let trains = args.steps.train.is_some() || args.preset == Some(Preset::Training);
     if let Some(other) = args.preset.filter(|preset| trains && *preset != Preset::Training) {
         bail!(
             "preset {other} is not for training\nhint: use --preset training, or leave out --train"
         );
     }
-    let trained = match args.train {
-        Some(Train::Full) => {
-            Trains::Weights { master: !args.no_master, moments: args.optimizer.moments() }
-        }
-        _ => Trains::Adapter(args.lora.options()),
-    };
-    let recompute = args.recompute.into();
-    let training = trains.then_some(Training { trains: trained, recompute });
+    let train = args.steps.train.unwrap_or(Train::Lora);
+    let training = args.steps.training(train, args.lora.options(), Recompute::Layers);
+    let training = trains.then_some(training);
     let usual = if trains { USUAL_TO_TRAIN } else { USUAL };
     let plan = planned(args, &options, usual, |options, workload| {
         let workload = Workload { training: training.clone(), ..workload };
@@ -134,6 +119,9 @@ fn table(plan: &Plan) -> String {
     }
     lines.extend(plan.parts().into_iter().map(|(name, part)| (name, bytes(part))));
     lines.push(("total", bytes(plan.peak_bytes())));
+    if plan.host_bytes > 0 {
+        lines.push(("host memory", bytes(plan.host_bytes)));
+    }
     lines.extend(plan.total_bytes.map(|total| ("device memory", bytes(total))));
     lines.push(("reserve", bytes(plan.reserve_bytes)));
     lines.extend(plan.budget_bytes.map(|budget| ("budget", bytes(budget))));

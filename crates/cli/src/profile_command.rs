@@ -6,12 +6,13 @@ use anyhow::bail;
 use clap::ValueEnum;
 use command::OutFile;
 use flashover::bench::trace::{Operator, Trace};
-use flashover::bench::{Ceilings, Profile, SpeedTest};
+use flashover::bench::{Ceilings, Profile, SpeedTest, StepShape};
+use flashover::train::{LoraOptions, Recompute};
 use serde_json::json;
 
 use crate::interrupt;
 use crate::model_args::SubjectArgs;
-use crate::train_speed::{self, RecomputeArg, Steps, Train};
+use crate::train_speed::{self, StepArgs, Train};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -27,12 +28,8 @@ pub(crate) struct Args {
     /// Sequences that run together
     #[arg(short = 'b', long, default_value_t = 1)]
     batch: usize,
-    /// Profile a training step, with -b sequences of -p tokens
-    #[arg(long, value_enum)]
-    train: Option<Train>,
-    /// With --train, activations that the backward pass recomputes
-    #[arg(long, value_enum, default_value = "nothing", requires = "train")]
-    recompute: RecomputeArg,
+    #[command(flatten)]
+    steps: StepArgs,
     /// Also write a trace of every span, kernel launch and memory reading, for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -52,7 +49,7 @@ enum Format {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if let Some(train) = args.train {
+    if let Some(train) = args.steps.train {
         return run_steps(args, train);
     }
     let test = SpeedTest {
@@ -83,12 +80,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// Profiles a training step.
 fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
-    let Args { batch, n_prompt: context, recompute, .. } = *args;
-    let steps = Steps { train, batch, context, recompute: recompute.into() };
+    let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing);
+    let Args { batch, n_prompt: context, .. } = *args;
+    let shape = StepShape { micro_batches: training.micro_batches, batch, context };
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
-    let mut trainer = train_speed::trainer(&args.of, steps)?;
+    let mut trainer = train_speed::trainer(&args.of, &training)?;
     let ceilings = Ceilings::measure(trainer.engine())?;
-    let (wall_ns, trace) = train_speed::record(&mut trainer, steps)?;
+    let (wall_ns, trace) = train_speed::record(&mut trainer, shape)?;
     let operators = trace.operators();
     command::print(&match args.format {
         Format::Md => {

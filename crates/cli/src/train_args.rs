@@ -8,7 +8,7 @@ use flashover::memory::Preset;
 use flashover::train::{AdamWOptions, Decay, LoraOptions, Moments, Schedule};
 
 use crate::model_args::{SubjectArgs, TraceArgs, choice};
-use crate::train_speed::RecomputeArg;
+use crate::train_speed::{OFFLOAD, OffloadArg, RecomputeArg};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -92,6 +92,8 @@ pub(crate) struct TrainingArgs {
     /// Activations that the backward pass recomputes: fewer take more memory and less time
     #[arg(long, value_enum, default_value = "layers")]
     pub(crate) recompute: RecomputeArg,
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", help = OFFLOAD)]
+    pub(crate) offload: Vec<OffloadArg>,
 }
 
 /// Hyperparameters of the optimizer.

@@ -21,6 +21,7 @@ use crate::interrupt::{self, Stopped};
 use crate::model_args::{Subject, Tracing, all_spared, loaded};
 pub(crate) use crate::train_args::Args;
 use crate::train_args::USUAL_TO_TRAIN;
+use crate::train_speed::offloaded;
 
 /// Default number of examples per batch.
 const USUAL_BATCH: usize = 4;
@@ -66,7 +67,13 @@ impl Model {
                 "the saved adapter has rank {rank}, alpha {alpha}\nhint: leave out --lora-*, or start a new run"
             );
         }
-        Ok(Self { folder, adapter, training: Training { trains: trains(&lora), recompute } })
+        let training = Training {
+            trains: trains(&lora),
+            recompute,
+            offload: offloaded(&args.training.offload),
+            micro_batches: args.training.accumulate as usize,
+        };
+        Ok(Self { folder, adapter, training })
     }
 
     /// Returns the files that training reads.
@@ -106,18 +113,18 @@ impl Model {
         steps: usize,
     ) -> anyhow::Result<Trainer> {
         let (schedule, optimizer) = args.optimizer.options(&args.training, steps)?;
-        let recompute = self.training.recompute;
+        let Training { recompute, offload, .. } = self.training;
         let seed = args.training.seed;
         if let Trains::Weights { master, .. } = self.training.trains {
             let start = match self.folder {
                 Some(folder) => Start::Folder(Box::new(folder)),
                 None => Start::Scratch { shape: args.of.name(), seed },
             };
-            let options = FullOptions { schedule, optimizer, master, recompute };
+            let options = FullOptions { schedule, optimizer, master, recompute, offload };
             return Ok(Trainer::full(device, start, load, options)?);
         }
         let lora = args.lora.options();
-        let options = TrainOptions { lora, schedule, optimizer, seed, recompute };
+        let options = TrainOptions { lora, schedule, optimizer, seed, recompute, offload };
         options.check()?;
         let folder = self.folder.context("an adapter needs a model")?;
         let engine = loaded(device, folder, load)?;
@@ -180,7 +187,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     let outputs = Outputs::new(args)?;
-    let model = Model::open(args)?;
+    let mut model = Model::open(args)?;
     let output = &args.output;
     let what = if args.training.full { "model" } else { "adapter" };
     let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
@@ -205,6 +212,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let longest = held_out.iter().map(Dataset::longest).fold(data.longest(), usize::max).max(1);
     let (load, sizes) = sizes(args, &model, &device, &data, [longest, context])?;
     let Sizes { batch, accumulate, steps, .. } = sizes;
+    model.training.micro_batches = accumulate;
     args.optimizer.options(&args.training, steps)?;
     let taken = match args.training.full {
         true => output.join("config.json").exists(),

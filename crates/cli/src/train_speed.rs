@@ -2,11 +2,15 @@
 
 use clap::ValueEnum;
 use flashover::bench::trace::{Recording, Trace};
-use flashover::bench::{Ceilings, TrainSpeed};
-use flashover::train::{FullOptions, Recompute, Start, TrainOptions, Trainer};
+use flashover::bench::{Ceilings, StepShape, TrainSpeed};
+use flashover::train::{
+    AdamWOptions, FullOptions, LoraOptions, Offload, Recompute, Start, TrainOptions, Trainer,
+    Training, Trains,
+};
 use serde::Serialize;
 
 use crate::model_args::{Subject, SubjectArgs};
+use crate::train_args::OptimizerArg;
 
 /// Weights that steps update.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -17,13 +21,69 @@ pub(crate) enum Train {
     Lora,
 }
 
-/// Steps to measure.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Steps {
-    pub(crate) train: Train,
-    pub(crate) batch: usize,
-    pub(crate) context: usize,
-    pub(crate) recompute: Recompute,
+/// Arguments of training steps that are planned or measured.
+#[derive(clap::Args, Clone)]
+pub(crate) struct StepArgs {
+    /// Train all weights or an adapter, instead of generating
+    #[arg(long, value_enum)]
+    pub(crate) train: Option<Train>,
+    /// With --train, activations that the backward pass recomputes [default: nothing; of a plan or with --offload layers]
+    #[arg(long, value_enum, requires = "train")]
+    recompute: Option<RecomputeArg>,
+    /// With --train full, optimizer by the format of its moments
+    #[arg(long, value_enum, default_value = "adamw", requires = "train")]
+    optimizer: OptimizerArg,
+    /// With --train full, no exact weights in f32 next to weights in 16 bits
+    #[arg(long, requires = "train")]
+    no_master: bool,
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", requires = "train", help = OFFLOAD)]
+    offload: Vec<OffloadArg>,
+    /// With --train, batches per step
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "train", value_parser = clap::value_parser!(u32).range(1..))]
+    accumulate: u32,
+}
+
+impl StepArgs {
+    /// Returns the training, with `usual` recomputation unless another is asked for.
+    pub(crate) fn training(&self, train: Train, lora: LoraOptions, usual: Recompute) -> Training {
+        let moments = self.optimizer.moments();
+        let trains = match train {
+            Train::Full => Trains::Weights { master: !self.no_master, moments },
+            Train::Lora => Trains::Adapter(lora),
+        };
+        let offload = offloaded(&self.offload);
+        let usual = if offload.by_layer() { Recompute::Layers } else { usual };
+        let recompute = self.recompute.map_or(usual, Recompute::from);
+        Training { trains, recompute, offload, micro_batches: self.accumulate as usize }
+    }
+}
+
+/// Parts of training in host memory.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum OffloadArg {
+    /// Moments and exact weights
+    Optimizer,
+    /// Gradients, and with them the optimizer
+    Gradients,
+    /// Inputs of layers
+    Inputs,
+}
+
+/// Help of `--offload`.
+pub(crate) const OFFLOAD: &str =
+    "Parts in host memory: optimizer; gradients, and with them the optimizer; inputs of layers";
+
+/// Returns the parts in host memory.
+pub(crate) fn offloaded(args: &[OffloadArg]) -> Offload {
+    let mut offload = Offload::default();
+    for arg in args {
+        match arg {
+            OffloadArg::Optimizer => offload.optimizer = true,
+            OffloadArg::Gradients => (offload.optimizer, offload.gradients) = (true, true),
+            OffloadArg::Inputs => offload.inputs = true,
+        }
+    }
+    offload
 }
 
 /// Activations that the backward pass recomputes.
@@ -58,7 +118,9 @@ pub(crate) struct Row {
     dtype: String,
     batch: usize,
     context: usize,
+    accumulate: usize,
     recompute: &'static str,
+    offload: Vec<&'static str>,
     step_ns: f64,
     tokens_per_second: f64,
     model_tflops: f64,
@@ -69,27 +131,36 @@ pub(crate) struct Row {
 }
 
 /// Loads a model for training, with new weights for a shape.
-pub(crate) fn trainer(of: &SubjectArgs, steps: Steps) -> anyhow::Result<Trainer> {
-    let (device, recompute) = (of.load.open()?, steps.recompute);
-    if matches!(steps.train, Train::Lora) {
-        let options = TrainOptions { recompute, ..TrainOptions::default() };
+pub(crate) fn trainer(of: &SubjectArgs, training: &Training) -> anyhow::Result<Trainer> {
+    let device = of.load.open()?;
+    let Training { trains, recompute, offload, .. } = training.clone();
+    let Trains::Weights { master, moments } = trains else {
+        let options = TrainOptions { recompute, offload, ..TrainOptions::default() };
+        options.check()?;
         return Ok(Trainer::new(of.engine(&device, None)?, options)?);
-    }
+    };
     let start = match of.subject()? {
         Subject::Folder(folder) => Start::Folder(Box::new(of.load.folder(&folder)?)),
         Subject::Shape(shape) => Start::Scratch { shape: shape.to_owned(), seed: 0 },
     };
-    let options = FullOptions { recompute, ..FullOptions::default() };
+    let optimizer = AdamWOptions { moments, ..AdamWOptions::default() };
+    let options = FullOptions { recompute, offload, master, optimizer, ..FullOptions::default() };
     Ok(Trainer::full(&device, start, &of.load.options(), options)?)
 }
 
 /// Measures steps.
-pub(crate) fn bench(of: &SubjectArgs, steps: Steps, repetitions: usize) -> anyhow::Result<Row> {
-    let mut trainer = trainer(of, steps)?;
+pub(crate) fn bench(
+    of: &SubjectArgs,
+    training: &Training,
+    [batch, context]: [usize; 2],
+    repetitions: usize,
+) -> anyhow::Result<Row> {
+    let mut trainer = trainer(of, training)?;
     let ceilings = Ceilings::measure(trainer.engine())?;
     trainer.engine().clear_cache()?;
-    let Steps { batch, context, recompute, .. } = steps;
-    let TrainSpeed { samples_ns, flops } = trainer.measure([batch, context], repetitions)?;
+    let accumulate = training.micro_batches;
+    let shape = StepShape { micro_batches: accumulate, batch, context };
+    let TrainSpeed { samples_ns, flops } = trainer.measure(shape, repetitions)?;
     let mut sorted = samples_ns.clone();
     sorted.sort_by(f64::total_cmp);
     let step_ns = sorted[sorted.len() / 2];
@@ -100,9 +171,11 @@ pub(crate) fn bench(of: &SubjectArgs, steps: Steps, repetitions: usize) -> anyho
         dtype: trainer.engine().precision().0,
         batch,
         context,
-        recompute: recompute.name(),
+        accumulate,
+        recompute: training.recompute.name(),
+        offload: training.offload.names(),
         step_ns,
-        tokens_per_second: (batch * context) as f64 / step_ns * 1e9,
+        tokens_per_second: shape.tokens() as f64 / step_ns * 1e9,
         model_tflops: gflops / 1e3,
         of_ceiling: ceilings.gflops.map(|peak| gflops / peak),
         reserved_bytes: trainer.engine().memory().reserved_bytes,
@@ -114,14 +187,16 @@ pub(crate) fn bench(of: &SubjectArgs, steps: Steps, repetitions: usize) -> anyho
 pub(crate) fn table(row: &Row) -> String {
     let ceiling = row.of_ceiling.map_or(String::new(), |share| format!("{:.1}%", share * 100.0));
     format!(
-        "| model | dtype | batch | tokens | recompute | ms/step | tokens/s | TFLOP/s | of ceiling | memory GiB |\n\
-         | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |\n\
-         | {} | {} | {} | {} | {} | {:.2} | {:.0} | {:.1} | {ceiling} | {:.2} |\n",
+        "| model | dtype | batches | tokens | recompute | offload | ms/step | tokens/s | TFLOP/s | of ceiling | memory GiB |\n\
+         | --- | --- | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |\n\
+         | {} | {} | {} x {} | {} | {} | {} | {:.2} | {:.0} | {:.1} | {ceiling} | {:.2} |\n",
         row.model,
         row.dtype,
+        row.accumulate,
         row.batch,
         row.context,
         row.recompute,
+        if row.offload.is_empty() { "nothing".to_owned() } else { row.offload.join(", ") },
         row.step_ns / 1e6,
         row.tokens_per_second,
         row.model_tflops,
@@ -130,10 +205,9 @@ pub(crate) fn table(row: &Row) -> String {
 }
 
 /// Records one step with every launch timed, after two steps as warm-up. Returns nanoseconds on the host's clock, and the trace.
-pub(crate) fn record(trainer: &mut Trainer, steps: Steps) -> anyhow::Result<(f64, Trace)> {
-    let Steps { batch, context, .. } = steps;
-    trainer.measure([batch, context], 1)?;
+pub(crate) fn record(trainer: &mut Trainer, shape: StepShape) -> anyhow::Result<(f64, Trace)> {
+    trainer.measure(shape, 1)?;
     let recording = Recording::of_this_thread()?;
-    let samples = trainer.measure_one([batch, context])?;
+    let samples = trainer.measure_one(shape)?;
     Ok((samples, recording.finish()))
 }

@@ -73,7 +73,7 @@ pub use tune::Policy;
 /// Speed of a model: tests named as in llama-bench, and time per operator and per layer.
 pub mod bench {
     pub use crate::engine::{Ceilings, LayerProfile, Profile, Speed, SpeedTest};
-    pub use crate::train::{TrainSpeed, TrainTest};
+    pub use crate::train::{StepShape, TrainSpeed, TrainTest};
     pub use trace;
 }
 

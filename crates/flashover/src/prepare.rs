@@ -17,7 +17,7 @@ use crate::device::Device;
 use crate::device_error::check_free;
 use crate::engine::Engine;
 use crate::load_error::LoadError;
-use crate::memory::{Plan, PlannedModel};
+use crate::memory::{Plan, PlannedModel, check_host};
 use crate::options::{Compute, EngineOptions};
 
 /// A model with known formats and memory that is not yet on a device.
@@ -77,6 +77,7 @@ impl Prepared {
     pub(crate) fn fits(&self, device: &Device, options: &EngineOptions) -> Result<(), LoadError> {
         let workload = options.workload.clone().unwrap_or(Workload::new(1, 1));
         let plan = self.planned.checked(workload)?.fitting()?;
+        check_host(plan.host_bytes.into())?;
         Ok(check_free(device, plan.peak_bytes().into())?)
     }
 }

@@ -1,5 +1,6 @@
 //! Errors of ops.
 
+use arch::transfer::TransferError;
 use burn::tensor::DType;
 use kernels::activation::InvalidActivation;
 use kernels::attention::InvalidAttention;
@@ -202,6 +203,9 @@ pub enum OpError {
     /// An optimizer step that is invalid.
     #[error(transparent)]
     AdamW(#[from] InvalidAdamW),
+    /// A copy to or from host memory failed.
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
     /// Invalid logits or vocabulary of sampling.
     #[error(transparent)]
     Sample(#[from] InvalidSample),

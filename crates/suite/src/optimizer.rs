@@ -481,6 +481,7 @@ fn problem(len: u64, weights: DType, master: bool, moments: Moments) -> AdamWPro
         eps: 1e-8,
         weight_decay: 0.1,
         seed: 5,
+        first: 0,
     };
     AdamWProblem { len, weights, master, moments, scalars }.checked().expect("sizes are valid")
 }

@@ -62,6 +62,9 @@ pub struct Scalars {
     pub weight_decay: f32,
     /// Seed of stochastic rounding.
     pub seed: u32,
+    /// Index of the first parameter among those that share the seed.
+    #[serde(default)]
+    pub first: u32,
 }
 
 /// Flat parameters of one group. End with [`AdamWProblem::checked`].
@@ -249,7 +252,7 @@ impl Kernel for AdamW {
         let plan = Plan::new(arch, p, c);
         let vectors = p.vectors() as usize;
         let cubes = crate::cubes(arch, p.vectors(), c.units);
-        let Scalars { learning_rate, beta1, beta2, eps, weight_decay, seed } = p.scalars;
+        let Scalars { learning_rate, beta1, beta2, eps, weight_decay, seed, first } = p.scalars;
         let scalars = NumbersLaunch::new(
             learning_rate,
             1.0 - learning_rate * weight_decay,
@@ -259,6 +262,7 @@ impl Kernel for AdamW {
             (1.0 - beta2) as f32,
             eps,
             seed,
+            first,
         );
         let master = operands.master.as_ref().unwrap_or(&operands.control);
         let masters = if p.master { vectors } else { CONTROL / 4 };
@@ -347,6 +351,7 @@ struct Numbers {
     rest2: f32,
     eps: f32,
     seed: u32,
+    first: u32,
 }
 
 /// Numbers that one step reads of the control.
@@ -367,7 +372,7 @@ fn correction(control: &[f32], numbers: &Numbers) -> Correction {
         factor: control[0],
         rate: numbers.learning_rate / control[2],
         root: 1.0f32 / control[3].sqrt(),
-        seed: random(u32::cast_from(control[4]) as usize, numbers.seed),
+        seed: random(u32::cast_from(control[4]), numbers.seed),
     }
 }
 
@@ -391,8 +396,8 @@ fn stepped(of: Parameter, gradient: f32, numbers: &Numbers, by: &Correction) -> 
 
 /// Returns 32 random bits of an index and a seed: Wellons' hash `lowbias32`.
 #[cube]
-fn random(index: usize, seed: u32) -> u32 {
-    let mut h = u32::cast_from(index) ^ seed;
+fn random(index: u32, seed: u32) -> u32 {
+    let mut h = index ^ seed;
     h = (h ^ (h >> 16)) * 0x7feb_352du32;
     h = (h ^ (h >> 15)) * 0x846c_a68bu32;
     h ^ (h >> 16)
@@ -426,6 +431,7 @@ fn step<W: Float, S: Float>(
     let mut at = CUBE_POS_X * comptime!(plan.rows.units) + UNIT_POS;
     while at < vectors && control[1] > 0.0f32 {
         let index = at as usize;
+        let number = numbers.first + 4 * at;
         let g = gradient[index];
         let (old_m, old_v) = (m[index], v[index]);
         let mut new_w = weights[index];
@@ -446,7 +452,7 @@ fn step<W: Float, S: Float>(
                 v: f32::cast_from(old_v.extract(e)),
             };
             let now = stepped(of, g.extract(e), &numbers, &by);
-            let bits = random(index * 4 + comptime!(e), by.seed);
+            let bits = random(number + comptime!(e as u32), by.seed);
             if comptime!(plan.master) {
                 new_p.insert(e, now.p);
                 new_w.insert(e, rounded::<W>(now.p, plan.rounds));
@@ -456,7 +462,7 @@ fn step<W: Float, S: Float>(
                 new_w.insert(e, W::cast_from(now.p));
             }
             if comptime!(plan.narrow) {
-                let other = random(index * 4 + comptime!(e), by.seed ^ 0x2545_f491u32);
+                let other = random(number + comptime!(e as u32), by.seed ^ 0x2545_f491u32);
                 new_m.insert(e, S::cast_from(stochastic(now.m, other)));
                 new_v.insert(e, S::cast_from(stochastic(now.v, other >> 16)));
             } else {
@@ -512,7 +518,8 @@ fn step_of_codes<W: Float>(
         let (mut top_m, mut top_v) = (0.0f32.runtime(), 0.0f32.runtime());
         #[unroll(held == 1)]
         for h in 0..held {
-            let index = (block * comptime!(BLOCK / 4) + lane + h * lanes) as usize;
+            let vector = block * comptime!(BLOCK / 4) + lane + h * lanes;
+            let (index, number) = (vector as usize, numbers.first + 4 * vector);
             let g = gradient[index];
             let (code_m, code_v) = (m[index], v[index]);
             let mut new_w = weights[index];
@@ -533,7 +540,7 @@ fn step_of_codes<W: Float>(
                     v: map[(256 + ((code_v >> shift) & 0xff)) as usize] * old_v,
                 };
                 let now = stepped(of, g.extract(e), &numbers, &by);
-                let bits = random(index * 4 + comptime!(e), by.seed);
+                let bits = random(number + comptime!(e as u32), by.seed);
                 if comptime!(plan.master) {
                     new_p.insert(e, now.p);
                     new_w.insert(e, rounded::<W>(now.p, plan.rounds));

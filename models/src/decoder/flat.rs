@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::load::rounded;
 use crate::names::{Param, Part, Side, Slot};
+use crate::optimizer::HostWeights;
 use crate::{DecoderConfig, Error, NormKind, Parameters, Weights};
 
 /// All parameters of a decoder in one buffer on a device, laid out by [`Parameters`]. Clones share the buffer.
@@ -25,7 +26,7 @@ impl FlatWeights {
         Self { parameters, values }
     }
 
-    /// Reads the dense weights of a checkpoint, rounded to `dtype`.
+    /// Reads the dense weights of a checkpoint, rounded to `dtype`. `exact` gets them in f32.
     ///
     /// # Errors
     /// [`Error::Checkpoint`]; [`Error::QuantizedWeights`] for a checkpoint with quantised weights.
@@ -34,9 +35,10 @@ impl FlatWeights {
         parameters: Arc<Parameters>,
         dtype: FloatDType,
         device: &Device,
+        exact: Option<&mut HostWeights>,
     ) -> Result<Self, Error> {
         let flat = Self::zeros(parameters, dtype, device);
-        flat.fill(|param| {
+        flat.fill(exact, |param| {
             let stored = match param.side {
                 Side::Weight => weights.weight(param.slot)?,
                 Side::Bias => weights.bias(param.slot)?.expect("the decoder has this bias"),
@@ -50,7 +52,7 @@ impl FlatWeights {
 
     /// Creates weights to train from scratch, as GPT-2 does: matrices and tables are normal with a deviation of 0.02, divided by
     /// √(2 · layers) in projections onto the residual stream; biases are 0 and norms do nothing. Each parameter is a function of
-    /// the seed and its name alone.
+    /// the seed and its name alone. `exact` gets them in f32.
     ///
     /// # Errors
     /// [`Error::Op`] for a device without kernels.
@@ -60,9 +62,10 @@ impl FlatWeights {
         dtype: FloatDType,
         device: &Device,
         seed: u64,
+        exact: Option<&mut HostWeights>,
     ) -> Result<Self, Error> {
         let flat = Self::zeros(parameters, dtype, device);
-        flat.fill(|param| Ok(initial(config, param, seed)))?;
+        flat.fill(exact, |param| Ok(initial(config, param, seed)))?;
         Ok(flat)
     }
 
@@ -76,12 +79,20 @@ impl FlatWeights {
         Self { parameters, values }
     }
 
-    /// Writes each parameter's values.
-    fn fill(&self, values: impl Fn(&Param) -> Result<Vec<f32>, Error>) -> Result<(), Error> {
+    /// Writes each parameter's values, rounded, and to `exact` as they are.
+    fn fill(
+        &self,
+        mut exact: Option<&mut HostWeights>,
+        values: impl Fn(&Param) -> Result<Vec<f32>, Error>,
+    ) -> Result<(), Error> {
         let _stream_guard = ops::stream_guard();
         for tensor in self.parameters.tensors() {
             for (param, range) in tensor.parts() {
-                let bytes = rounded(&values(param)?, self.dtype());
+                let values = values(param)?;
+                if let Some(exact) = &mut exact {
+                    exact.write(range.start, &values);
+                }
+                let bytes = rounded(&values, self.dtype());
                 ops::training::overwrite(&self.values, range.start, bytes)?;
             }
         }

@@ -5,6 +5,7 @@
 //! trained      A and B of an adapter, or exact weights next to weights in 16 bits; in f32
 //! gradients    of all trained values, in f32
 //! optimizer    two moments per trained value, in f32, in bf16, or in bytes with an f32 per 256
+//! host         of these, what is offloaded; the device then holds buffers for a part of it at a time
 //! activations  the sum of these:
 //!                what all layers keep, and an adapter's factors in the compute dtype
 //!                loss        the logits of some rows, and rows of the residual stream
@@ -15,13 +16,16 @@
 //! Loss and backward pass are not live together, but what the layers keep lies between what each of them freed: the logits find no
 //! place of their size there.
 
-use ops::training::{BLOCK, Moments};
 use ops::{MemoryProfile, pool_overhead};
 
 use super::Footprint;
 use super::layers::Rows;
 use crate::decoder::flat_len;
-use crate::{DecoderConfig, Error, Ffn, Parameters, Placement, Recompute, Training, Trains};
+use crate::optimizer::staging_bytes;
+use crate::{
+    DecoderConfig, Error, Ffn, Gradients, Offload, Optimizer, Parameters, Placement, Recompute,
+    Training, Trains,
+};
 
 /// Bytes of what training keeps besides activations.
 struct State {
@@ -29,6 +33,8 @@ struct State {
     trained: u128,
     gradients: u128,
     optimizer: u128,
+    /// Bytes in host memory.
+    host: u128,
     /// An adapter's factors in the compute dtype: plain, times the scale, and those of several modules as one matrix.
     factors: u128,
     /// Number of layers with gradients.
@@ -55,6 +61,7 @@ impl State {
                     trained,
                     gradients: trained,
                     optimizer: 2 * trained,
+                    host: 0,
                     factors: size * (trained / 2 + (lora.rank * joined.sum::<usize>()) as u128),
                     layers: config.layers.len() - lowest,
                 }
@@ -62,22 +69,31 @@ impl State {
             Trains::Weights { master, moments } => {
                 let parameters = Parameters::new(config);
                 let len = parameters.len() as u128;
-                let moments_of = |(group, range): &(crate::Group, std::ops::Range<usize>)| {
+                let master = *master && size < 4;
+                let Offload { optimizer: on_host, gradients: offloaded, .. } = training.offload;
+                let (mut trained, mut optimizer, mut host) = (0, 0, 0);
+                for (group, range) in parameters.groups() {
                     let len = range.len() as u128;
-                    match moments {
-                        Moments::Int8 if !group.exact => 2 * len + 8 * len / u128::from(BLOCK),
-                        Moments::Bf16 => 4 * len,
-                        _ => 8 * len,
+                    let exact = if master { 4 * len } else { 0 };
+                    let moments = Optimizer::moments_of(*moments, *group).bytes(range.len() as u64);
+                    if on_host && group.on_host() {
+                        host += exact + u128::from(moments);
+                    } else {
+                        trained += exact;
+                        optimizer += u128::from(moments);
                     }
-                };
-                Self {
-                    weights: size * len,
-                    trained: if *master && size < 4 { 4 * len } else { 0 },
-                    gradients: 4 * len,
-                    optimizer: parameters.groups().iter().map(moments_of).sum(),
-                    factors: 0,
-                    layers: config.layers.len(),
                 }
+                if on_host {
+                    optimizer += staging_bytes(&parameters, *moments, master, offloaded);
+                }
+                let mut gradients = 4 * len;
+                if offloaded {
+                    let (window, rest) = Gradients::lengths(&parameters);
+                    host += gradients - 4 * rest as u128;
+                    gradients = 4 * (window + rest) as u128;
+                }
+                let (weights, layers) = (size * len, config.layers.len());
+                Self { weights, trained, gradients, optimizer, host, factors: 0, layers }
             }
         })
     }
@@ -89,7 +105,17 @@ impl Rows<'_> {
         let recompute = training.recompute;
         let state = State::new(self.config, weights, self.precision.size(), training)?;
         let (x, inner) = (self.wide(self.hidden), self.wide(self.inner));
-        let kept = state.layers as u128 * self.kept(recompute) + state.factors;
+        let Offload { gradients: offloaded, inputs, .. } = training.offload;
+        let micro_batches = if offloaded { training.micro_batches as u128 } else { 1 };
+        // Of each layer, and the gradient of one.
+        let waiting = micro_batches * (state.layers as u128 + 1) * x;
+        let (kept, parked) = match (inputs, offloaded) {
+            // Two matrices arrive while one leaves.
+            (true, _) => (4 * x, waiting + micro_batches * x),
+            (false, true) => (waiting, 0),
+            (false, false) => (state.layers as u128 * self.kept(recompute), 0),
+        };
+        let kept = kept + state.factors;
         // The gradient dequantises the weight for any number of rows.
         let dense = Self { profile: MemoryProfile { max_fused_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
@@ -98,12 +124,13 @@ impl Rows<'_> {
         let joint = if self.precision.joins_gate(self.config.ffn) { dense } else { 0 };
         let backward = again + 3 * x + inner + dense + joint;
         let activations = kept + self.loss_bytes() + backward;
-        let State { weights, trained, gradients, optimizer, .. } = state;
+        let State { weights, trained, gradients, optimizer, host, .. } = state;
         Ok(Footprint {
             weights,
             trained,
             gradients,
             optimizer,
+            host: host + parked,
             activations,
             pool_overhead: pool_overhead(activations, self.config.buffers()),
             ..Footprint::default()

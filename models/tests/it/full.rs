@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Checkpoint;
+use models::export::{read_buffers, write_buffers};
 use models::{
-    AdamWOptions, Decoder, Example, FlatWeights, Gradients, LossScale, Optimizer, Param,
-    Parameters, Recompute, Side, Trained, Weights,
+    AdamWOptions, Decoder, Example, FlatWeights, Gradients, HostWeights, LossScale, Master,
+    Offload, Optimizer, Param, Parameters, Parking, Recompute, Side, Trained, Weights,
 };
 use ops::Ctx;
+use ops::training::{Link, Moments, link};
 use suite::decoder::floats;
 
 use crate::{fixture, open};
@@ -29,8 +31,9 @@ impl Model {
     fn open(name: &str) -> Self {
         let (weights, device) = (open(name), Device::cpu());
         let parameters = Arc::new(Parameters::new(weights.config()));
-        let flat = FlatWeights::of_files(&weights, parameters.clone(), FloatDType::F32, &device)
-            .expect("dense");
+        let f32 = FloatDType::F32;
+        let flat =
+            FlatWeights::of_files(&weights, parameters.clone(), f32, &device, None).expect("dense");
         let decoder =
             Decoder::of_flat(weights.config(), &flat, Ctx::default()).expect("it has kernels");
         let gradients = Gradients::zeros(Trained::Weights(&flat));
@@ -46,6 +49,22 @@ impl Model {
             .add_gradients(Trained::Weights(&self.flat), &self.gradients, batch, scale, recompute)
             .expect("a batch");
         f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0])
+    }
+
+    fn optimizer(
+        &self,
+        master: Master<'_>,
+        options: AdamWOptions,
+        offload: Option<(&Arc<Link>, Offload)>,
+    ) -> Optimizer {
+        Optimizer::new(Trained::Weights(&self.flat), master, options, LossScale::One, offload)
+            .expect("it has kernels")
+    }
+
+    /// Returns the bits of all weights.
+    fn values(&self) -> Vec<u32> {
+        let values = self.flat.values().clone().into_data();
+        values.try_to_vec::<f32>().expect("f32").into_iter().map(f32::to_bits).collect()
     }
 
     fn sums(&self) -> Vec<f32> {
@@ -132,9 +151,7 @@ fn steps_of_adamw_are_those_of_torch() {
         let (batch, _, want) = golden(name);
         let model = Model::open(name);
         let options = AdamWOptions { eps: 1e-5, ..AdamWOptions::default() };
-        let optimizer =
-            Optimizer::new(Trained::Weights(&model.flat), None, options, LossScale::One)
-                .expect("it has kernels");
+        let mut optimizer = model.optimizer(Master::Absent, options, None);
         let (ctx, count) = (Ctx::default(), batch.iter().map(Example::learned).sum::<usize>());
         for want in want {
             model.gradients.clear(&ctx).expect("it has kernels");
@@ -178,6 +195,111 @@ fn one_batch_equals_micro_batches() {
         let largest = whole.iter().fold(0.0f32, |max, x| max.max(x.abs()));
         for (at, (one, other)) in whole.iter().zip(&apart).enumerate() {
             assert!((one - other).abs() <= 1e-6 * largest, "{name} {at}: {one}, {other}");
+        }
+    }
+}
+
+/// Everything that can be in host memory.
+const ALL: Offload = Offload { optimizer: true, gradients: true, inputs: true };
+
+fn open_link() -> Arc<Link> {
+    link(&Ctx::default(), &Device::cpu()).expect("it has kernels").into()
+}
+
+#[test]
+fn state_in_host_memory_takes_the_same_steps() {
+    let (link, ctx) = (open_link(), Ctx::default());
+    let (batch, ..) = golden("qwen3");
+    for moments in Moments::ALL {
+        for exact in [false, true] {
+            let run = |on_host: bool| {
+                let model = Model::open("qwen3");
+                let options = AdamWOptions { moments, ..AdamWOptions::default() };
+                let master = model.flat.rounded(FloatDType::F32);
+                let master = match (exact, on_host) {
+                    (false, _) => Master::Absent,
+                    (true, false) => Master::Device(&master),
+                    (true, true) => {
+                        let (weights, f32) = (&model.weights, FloatDType::F32);
+                        let mut host = HostWeights::zeros(&link, &model.parameters).expect("small");
+                        let layout = model.parameters.clone();
+                        let device = Device::cpu();
+                        FlatWeights::of_files(weights, layout, f32, &device, Some(&mut host))
+                            .expect("dense");
+                        Master::Host(host)
+                    }
+                };
+                let offload = Offload { optimizer: true, ..Offload::default() };
+                let offload = on_host.then_some((&link, offload));
+                let mut optimizer = model.optimizer(master, options, offload);
+                for _ in 0..3 {
+                    model.gradients.clear(&ctx).expect("it has kernels");
+                    model.learn(&batch, 0.1, Recompute::Nothing);
+                    optimizer.step(&ctx, &model.gradients, 1e-3).expect("it has kernels");
+                }
+                let folder = tempfile::tempdir().expect("a folder");
+                let path = folder.path().join("state.safetensors");
+                write_buffers(&path, &mut optimizer.buffers()).expect("written");
+                let state = std::fs::read(&path).expect("just written");
+                // What is read is what was written.
+                read_buffers(&path, &mut optimizer.buffers()).expect("its own");
+                write_buffers(&path, &mut optimizer.buffers()).expect("written");
+                assert!(std::fs::read(&path).expect("just written") == state);
+                (model.values(), state)
+            };
+            assert!(run(false) == run(true), "{moments:?}, exact: {exact}");
+        }
+    }
+}
+
+#[test]
+fn steps_by_layer_are_those_by_micro_batch() {
+    let (link, ctx, device) = (open_link(), Ctx::default(), Device::cpu());
+    let always = || true;
+    for name in FULL {
+        let (batch, ..) = golden(name);
+        let parts: Vec<Vec<Example>> = batch.iter().map(|own| vec![own.clone()]).collect();
+        let scale = || (0.25, Tensor::<1>::from_data(TensorData::new(vec![1.0f32], [1]), &device));
+        // Without clipping, a norm that is summed in another order changes nothing.
+        for clip in [None, Some(1e-2)] {
+            let options = AdamWOptions { max_grad_norm: clip, ..AdamWOptions::default() };
+            let apart = Model::open(name);
+            let want: f64 = parts.iter().map(|own| apart.learn(own, 0.25, Recompute::Layers)).sum();
+            let mut optimizer = apart.optimizer(Master::Absent, options, None);
+            optimizer.step(&ctx, &apart.gradients, 1e-3).expect("it has kernels");
+            let tied = apart.weights.config().tie_embeddings;
+            for offload in
+                [Offload { gradients: false, ..ALL }, Offload { inputs: false, ..ALL }, ALL]
+            {
+                let model = Model::open(name);
+                let trained = Trained::Weights(&model.flat);
+                let gradients = match offload.gradients {
+                    false => Gradients::zeros(trained),
+                    true => Gradients::offloaded(&model.parameters, &link, &device).expect("small"),
+                };
+                let mut optimizer =
+                    model.optimizer(Master::Absent, options, Some((&link, offload)));
+                let parking = Parking::new(offload.inputs.then(|| link.clone()), &device);
+                gradients.clear(&ctx).expect("it has kernels");
+                let (loss, _) = model
+                    .decoder
+                    .add_gradients_by_layer(trained, &gradients, &parts, scale(), &parking, &always)
+                    .expect("a step")
+                    .expect("nothing stops it");
+                let loss = f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0]);
+                assert!(
+                    (loss - want).abs() <= 1e-6 * want,
+                    "{name} {offload:?}: {loss} for {want}"
+                );
+                optimizer.step(&ctx, &gradients, 1e-3).expect("it has kernels");
+                if !tied && (clip.is_none() || !offload.gradients) {
+                    assert!(model.values() == apart.values(), "{name} {offload:?} {clip:?}");
+                }
+                let floats = |model: &Model| model.flat.values().clone().into_data();
+                let floats = |of| floats(of).try_to_vec::<f32>().expect("f32");
+                let off = mean(&floats(&model), &floats(&apart));
+                assert!(off <= 1e-6, "{name} {offload:?} {clip:?}: {off:e}");
+            }
         }
     }
 }

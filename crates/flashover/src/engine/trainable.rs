@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, FloatDType};
 use models::{
-    Decoder, DecoderConfig, FlatWeights, Parameters, Training, Trains, Weights, Workload,
+    Decoder, DecoderConfig, FlatWeights, HostWeights, Offload, Parameters, Training, Trains,
+    Weights, Workload,
 };
+use ops::training::{Link, link};
 use serde_json::Value;
 
 use super::folder::{ModelFolder, Reader};
@@ -75,9 +77,19 @@ impl SourceFiles {
 pub(crate) struct Trainable {
     pub(crate) engine: Engine,
     pub(crate) weights: FlatWeights,
-    /// Exact weights in f32; none if `weights` are exact.
-    pub(crate) master: Option<FlatWeights>,
+    pub(crate) master: Exact,
+    /// Present if a part of training is in host memory.
+    pub(crate) link: Option<Arc<Link>>,
     pub(crate) files: SourceFiles,
+}
+
+/// Exact weights in f32 next to weights in 16 bits.
+pub(crate) enum Exact {
+    Absent,
+    Device(Box<FlatWeights>),
+    Host(HostWeights),
+    /// An optimizer took them from host memory.
+    Taken,
 }
 
 impl Engine {
@@ -113,11 +125,11 @@ impl Engine {
         let (ctx, on) = (known_configs(device, options)?, on_burn(device));
         let config: &DecoderConfig = &planned.config;
         let parameters = Arc::new(Parameters::new(config));
-        let filled = |dtype| {
+        let filled = |dtype, exact: Option<&mut HostWeights>| {
             let parameters = parameters.clone();
             match &folder {
-                Ok(weights) => FlatWeights::of_files(weights, parameters, dtype, &on),
-                Err(seed) => FlatWeights::initial(config, parameters, dtype, &on, *seed),
+                Ok(weights) => FlatWeights::of_files(weights, parameters, dtype, &on, exact),
+                Err(seed) => FlatWeights::initial(config, parameters, dtype, &on, *seed, exact),
             }
         };
         let dtype = load.dtype.unwrap_or(FloatDType::F32);
@@ -139,12 +151,21 @@ impl Engine {
                 prefix: None,
             },
         };
+        let link = match training.offload == Offload::default() {
+            true => None,
+            false => Some(Arc::new(link(&ctx, &on).map_err(models::Error::from)?)),
+        };
         let exact = matches!(training.trains, Trains::Weights { master: true, .. });
-        let (weights, master) = match exact && dtype != FloatDType::F32 {
-            false => (filled(dtype)?, None),
-            true => {
-                let master = filled(FloatDType::F32)?;
-                (master.rounded(dtype), Some(master))
+        let (weights, master) = match (exact && dtype != FloatDType::F32, &link) {
+            (false, _) => (filled(dtype, None)?, Exact::Absent),
+            (true, Some(link)) if training.offload.optimizer => {
+                let master = HostWeights::zeros(link, &parameters);
+                let mut master = master.map_err(LoadError::Folder)?;
+                (filled(dtype, Some(&mut master))?, Exact::Host(master))
+            }
+            (true, _) => {
+                let master = filled(FloatDType::F32, None)?;
+                (master.rounded(dtype), Exact::Device(master.into()))
             }
         };
         let decoder = Decoder::of_flat(config, &weights, ctx)?;
@@ -157,6 +178,6 @@ impl Engine {
             precompiled: Precompiled::default(),
             pages: Pages(device.clone()),
         })?;
-        Ok(Trainable { engine, weights, master, files })
+        Ok(Trainable { engine, weights, master, link, files })
     }
 }

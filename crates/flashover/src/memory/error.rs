@@ -1,5 +1,7 @@
 //! Errors of planning a workload.
 
+use arch::HostMemory;
+
 use super::plan::{Plan, formatted};
 
 /// Error of planning a workload.
@@ -20,6 +22,18 @@ pub enum PlanError {
         need: u64,
         /// Bytes of the device's largest buffer.
         max: u64,
+    },
+    /// The host has too little memory for what is offloaded to it.
+    #[error(
+        "training needs {} of host memory, but {} are free\nhint: offload less (--offload), use fewer micro-batches per \
+         step, moments in 8 bits (--optimizer adamw8), or no exact weights (--no-master)",
+        formatted(*need), formatted(*free)
+    )]
+    HostMemory {
+        /// Bytes of the offloaded parts.
+        need: u64,
+        /// Free bytes of the host.
+        free: u64,
     },
     /// A limit, a fraction, a batch or a context is out of range.
     #[error("{name} is {value}\nhint: use a number {range}")]
@@ -48,10 +62,22 @@ pub enum PlanError {
     TrainBf16,
 }
 
+/// Refuses more offloaded bytes than the host has free memory for; nothing if that is unknown.
+///
+/// # Errors
+/// [`PlanError::HostMemory`].
+pub(crate) fn check_host(need: u128) -> Result<(), PlanError> {
+    let need = u64::try_from(need).unwrap_or(u64::MAX);
+    match HostMemory::now() {
+        Some(HostMemory { free, .. }) if need > free => Err(PlanError::HostMemory { need, free }),
+        _ => Ok(()),
+    }
+}
+
 impl PlanError {
     /// Returns true if a smaller batch or a shorter context might fit.
     pub const fn is_memory(&self) -> bool {
-        matches!(self, Self::Memory(_) | Self::Buffer { .. })
+        matches!(self, Self::Memory(_) | Self::Buffer { .. } | Self::HostMemory { .. })
     }
 
     /// Returns the model's context length if the error is a request for more positions.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use models::{KvFormat, ModelPrecision, Recompute, Training, Trains, Workload};
+use models::{KvFormat, ModelPrecision, Offload, Recompute, Training, Trains, Workload};
 use quant::WeightFormat;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -42,6 +42,8 @@ pub struct Plan {
     pub gradients_bytes: u64,
     /// Bytes of AdamW's moments.
     pub optimizer_bytes: u64,
+    /// Bytes of training that are in host memory, beside the device's.
+    pub host_bytes: u64,
     /// Peak bytes of activations and logits together.
     pub activations_bytes: u64,
     /// Bytes of dequantised weights, the graph of a decode step, and rounding by pools.
@@ -159,14 +161,21 @@ impl Plan {
             }
             .to_owned(),
         };
-        let fitting = match training.trains {
-            Trains::Adapter(_) => fitting,
+        let Offload { optimizer, gradients, .. } = training.offload;
+        let less = match training.trains {
+            Trains::Adapter(_) => "",
+            Trains::Weights { .. } if gradients => {
+                "; moments in 8 bits (--optimizer adamw8) and no exact weights (--no-master) take less"
+            }
+            Trains::Weights { .. } if optimizer => {
+                "; gradients in host memory (--offload optimizer,gradients,inputs) take less"
+            }
             Trains::Weights { .. } => {
-                format!(
-                    "{fitting}; moments in 8 bits (--optimizer adamw8) and no exact weights (--no-master) take less"
-                )
+                "; moments in 8 bits (--optimizer adamw8), no exact weights (--no-master) and state in host memory \
+                 (--offload optimizer) take less"
             }
         };
+        let fitting = format!("{fitting}{less}");
         match training.recompute {
             Recompute::Layers => fitting,
             _ => format!("{fitting}; `Recompute::Layers` (--recompute layers) takes less"),
@@ -217,7 +226,11 @@ impl fmt::Display for Plan {
             }
         }
         let part = |(name, bytes)| format!("{name} {}", formatted(bytes));
-        write!(f, ": {}", self.parts().into_iter().map(part).collect::<Vec<_>>().join(", "))
+        write!(f, ": {}", self.parts().into_iter().map(part).collect::<Vec<_>>().join(", "))?;
+        match self.host_bytes {
+            0 => Ok(()),
+            host => write!(f, "; {} more in host memory", formatted(host)),
+        }
     }
 }
 
@@ -257,6 +270,9 @@ impl Serialize for Plan {
                 map.serialize_entry("gradients_bytes", &self.gradients_bytes)?;
                 map.serialize_entry("optimizer_bytes", &self.optimizer_bytes)?;
             }
+        }
+        if self.host_bytes > 0 {
+            map.serialize_entry("host_bytes", &self.host_bytes)?;
         }
         map.serialize_entry("activations_bytes", &self.activations_bytes)?;
         map.serialize_entry("workspace_bytes", &self.workspace_bytes)?;

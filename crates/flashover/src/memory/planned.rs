@@ -140,6 +140,7 @@ impl PlannedModel {
             trained_bytes: narrowed(parts.trained),
             gradients_bytes: narrowed(parts.gradients),
             optimizer_bytes: narrowed(parts.optimizer),
+            host_bytes: narrowed(parts.host),
             activations_bytes: narrowed(parts.activations),
             workspace_bytes: narrowed(parts.workspace + parts.graph + parts.pool_overhead),
             other_bytes: narrowed(others.next_to(parts.transient())),

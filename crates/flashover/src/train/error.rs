@@ -36,6 +36,14 @@ pub enum TrainError {
         /// The valid range, after "a number".
         range: &'static str,
     },
+    /// Parts that cannot be in host memory.
+    #[error("cannot offload {0}")]
+    Offload(&'static str),
+    /// An earlier attempt to allocate the optimizer's state failed, and took the exact weights.
+    #[error(
+        "the trainer lost its exact weights when it ran out of memory\nhint: load the model again"
+    )]
+    Incomplete,
     /// The loss, its gradient or a trained value is not finite.
     #[error(
         "the loss or its gradient is not finite at step {step}\nhint: use a smaller learning rate; the \

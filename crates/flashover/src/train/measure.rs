@@ -21,6 +21,24 @@ pub struct TrainTest {
     pub recompute: Recompute,
 }
 
+/// Size of a training step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepShape {
+    /// Number of micro-batches.
+    pub micro_batches: usize,
+    /// Number of sequences of a micro-batch.
+    pub batch: usize,
+    /// Number of tokens per sequence, all of them targets.
+    pub context: usize,
+}
+
+impl StepShape {
+    /// Returns the number of tokens.
+    pub const fn tokens(self) -> usize {
+        self.micro_batches * self.batch * self.context
+    }
+}
+
 /// Measured speed of training.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainSpeed {
@@ -45,63 +63,55 @@ impl Engine {
         let TrainTest { batch, context, rank, recompute } = test;
         let lora = LoraOptions { rank, alpha: 2.0 * rank as f64, ..LoraOptions::default() };
         let options = TrainOptions { lora, recompute, ..TrainOptions::default() };
-        Trainer::new(self.clone(), options)?.measure([batch, context], repetitions)
-    }
-
-    fn timed(
-        &self,
-        [batch, context]: [usize; 2],
-        repetitions: usize,
-        mut step: impl FnMut(Vec<Example>) -> Result<(), TrainError>,
-    ) -> Result<Vec<f64>, TrainError> {
-        let example = |seed| Example { tokens: self.some_tokens(seed, context + 1), from: 0 };
-        let mut samples_ns = Vec::new();
-        for at in 0..2 + repetitions {
-            let examples = (0..batch).map(|own| example(at * batch + own)).collect();
-            let begin = Stopwatch::start();
-            step(examples)?;
-            if at > 1 {
-                samples_ns.push(begin.elapsed().as_nanos() as f64);
-            }
-        }
-        Ok(samples_ns)
+        let shape = StepShape { micro_batches: 1, batch, context };
+        Trainer::new(self.clone(), options)?.measure(shape, repetitions)
     }
 }
 
 impl Trainer {
-    /// Runs one step of `batch` sequences of `context` random tokens, and returns its nanoseconds on the host's clock.
+    /// Runs one step of random tokens, and returns its nanoseconds on the host's clock.
     ///
     /// # Errors
     /// The errors of [`Trainer::step`].
-    pub fn measure_one(&mut self, [batch, context]: [usize; 2]) -> Result<f64, TrainError> {
+    pub fn measure_one(&mut self, shape: StepShape) -> Result<f64, TrainError> {
+        let StepShape { micro_batches, batch, context } = shape;
         let engine = self.engine().clone();
+        let first = self.done() * micro_batches * batch;
         let example = |seed| Example { tokens: engine.some_tokens(seed, context + 1), from: 0 };
-        let examples = (0..batch).map(example).collect();
+        let batches = (0..micro_batches).map(|own| first + own * batch);
+        let batches = batches.map(|first| (first..first + batch).map(example).collect());
+        let batches: Vec<Vec<Example>> = batches.collect();
         let begin = Stopwatch::start();
-        self.step(&[examples])?;
+        self.step(&batches)?;
         Ok(begin.elapsed().as_nanos() as f64)
     }
 
-    /// Runs two steps of `batch` sequences of `context` random tokens as warm-up, then measures `repetitions` steps.
+    /// Runs two steps of random tokens as warm-up, then measures `repetitions` steps.
     ///
     /// # Errors
     /// The errors of [`Trainer::step`].
     pub fn measure(
         &mut self,
-        [batch, context]: [usize; 2],
+        shape: StepShape,
         repetitions: usize,
     ) -> Result<TrainSpeed, TrainError> {
-        let engine = self.engine().clone();
-        let samples_ns = engine
-            .timed([batch, context], repetitions, |examples| self.step(&[examples]).map(drop))?;
-        let config = engine.config();
+        self.measure_one(shape)?;
+        self.measure_one(shape)?;
+        let samples_ns = (0..repetitions).map(|_| self.measure_one(shape));
+        let samples_ns = samples_ns.collect::<Result<Vec<_>, _>>()?;
+        let flops = self.flops_of_token(shape.context) * shape.tokens() as u64;
+        Ok(TrainSpeed { samples_ns, flops })
+    }
+
+    /// Returns the operations that the model needs for a token of a sequence of `context` tokens: see [`TrainSpeed::flops`].
+    pub fn flops_of_token(&self, context: usize) -> u64 {
+        let config = self.engine().config();
         let (layers, head) = matrices(config);
         let attention = config.layers.len() * config.heads * config.head_dim * context;
-        let token = match self.training.trains {
+        match self.training.trains {
             Trains::Adapter(_) => 4 * (layers + head),
             Trains::Weights { .. } => 6 * (layers + head) + 6 * attention as u64,
-        };
-        Ok(TrainSpeed { samples_ns, flops: token * (batch * context) as u64 })
+        }
     }
 }
 

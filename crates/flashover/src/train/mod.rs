@@ -12,22 +12,29 @@ mod save;
 mod schedule;
 mod shards;
 
+use std::sync::Arc;
+
 use burn::tensor::{FloatDType, Tensor};
-use models::{FlatAdapter, FlatWeights, Gradients, LossScale, Optimizer, Trained, Workload};
-use ops::training::Control;
+use models::{
+    FlatAdapter, FlatWeights, Footprint, Gradients, LossScale, Master, Optimizer, Parking, Trained,
+    Workload,
+};
+use ops::training::{Control, Link, link};
 use serde::Serialize;
 
 use crate::device::Device;
 use crate::device_error::{DeviceError, check_free};
-use crate::engine::{Engine, SourceFiles, Trainable};
-use crate::memory::{Grant, Plan, PlanError};
+use crate::engine::{Engine, Exact, SourceFiles, Trainable};
+use crate::memory::{Grant, Plan, PlanError, check_host};
 use crate::options::EngineOptions;
 
 pub use crate::engine::Start;
 pub use data::{Dataset, DatasetError};
 pub use error::TrainError;
-pub use measure::{TrainSpeed, TrainTest};
-pub use models::{AdamWOptions, Adapter, Example, LoraOptions, Recompute, Training, Trains};
+pub use measure::{StepShape, TrainSpeed, TrainTest};
+pub use models::{
+    AdamWOptions, Adapter, Example, LoraOptions, Offload, Recompute, Training, Trains,
+};
 pub use ops::training::Moments;
 pub use schedule::{Decay, Schedule};
 
@@ -44,6 +51,8 @@ pub struct TrainOptions {
     pub seed: u64,
     /// Activations that are recomputed in the backward pass.
     pub recompute: Recompute,
+    /// Parts in host memory; of an adapter, inputs of layers alone.
+    pub offload: Offload,
 }
 
 impl Default for TrainOptions {
@@ -55,6 +64,7 @@ impl Default for TrainOptions {
             optimizer: AdamWOptions { beta2: 0.999, weight_decay: 0.0, ..AdamWOptions::default() },
             seed: 0,
             recompute: Recompute::Layers,
+            offload: Offload::default(),
         }
     }
 }
@@ -71,6 +81,8 @@ pub struct FullOptions {
     pub master: bool,
     /// Activations that are recomputed in the backward pass.
     pub recompute: Recompute,
+    /// Parts in host memory.
+    pub offload: Offload,
 }
 
 impl Default for FullOptions {
@@ -81,6 +93,7 @@ impl Default for FullOptions {
             optimizer: AdamWOptions::default(),
             master: true,
             recompute: Recompute::Nothing,
+            offload: Offload::default(),
         }
     }
 }
@@ -108,6 +121,8 @@ pub struct Trainer {
     optimizer: AdamWOptions,
     training: Training,
     subject: Subject,
+    /// Present if a part is in host memory.
+    link: Option<Arc<Link>>,
     /// None until memory for a step is reserved.
     state: Option<State>,
     done: usize,
@@ -125,8 +140,7 @@ enum Subject {
     Weights {
         files: SourceFiles,
         weights: Box<FlatWeights>,
-        /// Exact weights; none if `weights` are exact, or are rounded stochastically.
-        master: Option<Box<FlatWeights>>,
+        master: Exact,
     },
 }
 
@@ -136,6 +150,8 @@ struct State {
     adapter: Option<FlatAdapter>,
     gradients: Gradients,
     optimizer: Optimizer,
+    /// Inputs of layers between the passes, if a step goes layer by layer.
+    parking: Parking,
 }
 
 impl Trainer {
@@ -161,10 +177,18 @@ impl Trainer {
         if adapter.dropout() > 0.0 {
             log::warn!("lora_dropout {} of the adapter is ignored", adapter.dropout());
         }
-        let TrainOptions { schedule, optimizer, recompute, .. } = options;
+        let TrainOptions { schedule, optimizer, recompute, offload, .. } = options;
         let trains = Trains::Adapter(adapter.options().clone());
-        let training = Training { trains, recompute };
-        Ok(Self::of(engine, Subject::Adapter(adapter), training, (schedule, optimizer)))
+        let training = Training { trains, recompute, offload, micro_batches: 1 };
+        let link = match offload == Offload::default() {
+            true => None,
+            false => {
+                let decoder = engine.decoder();
+                let link = link(decoder.ctx(), decoder.device()).map_err(models::Error::from)?;
+                Some(Arc::new(link))
+            }
+        };
+        Ok(Self::of(engine, Subject::Adapter(adapter), training, (schedule, optimizer), link))
     }
 
     /// Loads a model to train all of its weights. The weights of [`Trainer::engine`] are those that train: it generates with
@@ -180,14 +204,13 @@ impl Trainer {
         options: FullOptions,
     ) -> Result<Self, TrainError> {
         options.check()?;
-        let FullOptions { schedule, optimizer, master, recompute } = options;
+        let FullOptions { schedule, optimizer, master, recompute, offload } = options;
         let trains = Trains::Weights { master, moments: optimizer.moments };
-        let training = Training { trains, recompute };
-        let Trainable { engine, weights, master, files } =
+        let training = Training { trains, recompute, offload, micro_batches: 1 };
+        let Trainable { engine, weights, master, link, files } =
             Engine::trainable(device, start, engine, &training)?;
-        let (weights, master) = (weights.into(), master.map(Box::new));
-        let subject = Subject::Weights { files, weights, master };
-        Ok(Self::of(engine, subject, training, (schedule, optimizer)))
+        let subject = Subject::Weights { files, weights: weights.into(), master };
+        Ok(Self::of(engine, subject, training, (schedule, optimizer), link))
     }
 
     fn of(
@@ -195,12 +218,14 @@ impl Trainer {
         subject: Subject,
         training: Training,
         (schedule, optimizer): (Schedule, AdamWOptions),
+        link: Option<Arc<Link>>,
     ) -> Self {
         Self {
             schedule,
             optimizer,
             training,
             subject,
+            link,
             state: None,
             done: 0,
             reserved: None,
@@ -220,11 +245,12 @@ impl Trainer {
     }
 
     fn workload(&self, size: &StepSize) -> Workload {
-        self.trained(size.batch.max(1), size.context.max(1))
+        self.trained(size.batch.max(1), size.context.max(1), size.micro_batches.max(1))
     }
 
-    fn trained(&self, batch: usize, context: usize) -> Workload {
-        Workload { training: Some(self.training.clone()), ..Workload::new(batch, context) }
+    fn trained(&self, batch: usize, context: usize, micro_batches: usize) -> Workload {
+        let training = Training { micro_batches, ..self.training.clone() };
+        Workload { training: Some(training), ..Workload::new(batch, context) }
     }
 
     /// Reserves memory for steps of this workload and of those of earlier calls. A step that needs more reserves it
@@ -235,13 +261,15 @@ impl Trainer {
     pub fn reserve(&mut self, need: &Workload) -> Result<(), TrainError> {
         let reserved = self.reserved.as_ref();
         let max = |of: fn(&Workload) -> usize| reserved.map_or(0, of).max(of(need));
-        let need = self.trained(max(|w| w.batch), max(|w| w.context));
+        let micro_batches =
+            |own: &Workload| own.training.as_ref().map_or(1, |own| own.micro_batches);
+        let need = self.trained(max(|w| w.batch), max(|w| w.context), max(micro_batches));
         if reserved == Some(&need) {
             return Ok(());
         }
         self.engine.check(&need)?;
         let parts = self.engine.admit_as(&mut self.grant, &need)?;
-        let made = self.allocate(parts.kept(), parts.transient());
+        let made = self.allocate(&parts);
         self.reserved = made.is_ok().then_some(need);
         if made.is_err() {
             self.grant = None;
@@ -250,31 +278,58 @@ impl Trainer {
     }
 
     /// Allocates a page for a step, and the state if it is not there yet.
-    fn allocate(&mut self, kept: u128, transient: u128) -> Result<(), TrainError> {
+    fn allocate(&mut self, parts: &Footprint) -> Result<(), TrainError> {
         self.engine.clear_cache()?;
+        let (kept, transient) = (parts.kept(), parts.transient());
         let new = if self.state.is_none() { kept } else { 0 };
         check_free(self.engine.device(), new + transient)?;
         if self.state.is_none() {
+            check_host(parts.host)?;
             self.state = Some(self.first_state()?);
         }
         Ok(self.engine.reserve_page(transient)?)
     }
 
-    fn first_state(&self) -> Result<State, TrainError> {
+    fn first_state(&mut self) -> Result<State, TrainError> {
         let decoder = self.engine.decoder();
         let (config, device) = (decoder.config(), decoder.device());
         let scale = match decoder.dtype() {
             FloatDType::F16 => LossScale::Adaptive,
             _ => LossScale::One,
         };
-        let (adapter, master) = match &self.subject {
-            Subject::Adapter(adapter) => (Some(FlatAdapter::new(adapter, config, device)?), None),
-            Subject::Weights { master, .. } => (None, master.as_deref()),
+        let mut exact = Exact::Absent;
+        let adapter = match &mut self.subject {
+            Subject::Adapter(adapter) => Some(FlatAdapter::new(adapter, config, device)?),
+            Subject::Weights { master, .. } => {
+                exact = match master {
+                    Exact::Host(_) => std::mem::replace(master, Exact::Taken),
+                    Exact::Device(master) => Exact::Device(master.clone()),
+                    Exact::Absent => Exact::Absent,
+                    Exact::Taken => return Err(TrainError::Incomplete),
+                };
+                None
+            }
+        };
+        let master = match &mut exact {
+            Exact::Host(_) => match exact {
+                Exact::Host(master) => Master::Host(master),
+                _ => unreachable!("just matched"),
+            },
+            Exact::Device(master) => Master::Device(master),
+            Exact::Absent | Exact::Taken => Master::Absent,
         };
         let trained = trained(&self.subject, adapter.as_ref());
-        let optimizer = Optimizer::new(trained, master, self.optimizer, scale)?;
-        let gradients = Gradients::zeros(trained);
-        Ok(State { adapter, gradients, optimizer })
+        let offload = self.training.offload;
+        let on_host = self.link.as_ref().map(|link| (link, offload));
+        let optimizer = Optimizer::new(trained, master, self.optimizer, scale, on_host)?;
+        let gradients = match (trained, on_host) {
+            (Trained::Weights(flat), Some((link, offload))) if offload.gradients => {
+                Gradients::offloaded(flat.parameters(), link, device)?
+            }
+            _ => Gradients::zeros(trained),
+        };
+        let parking = Parking::new(self.link.clone().filter(|_| offload.inputs), device);
+        Ok(State { adapter, gradients, optimizer, parking })
     }
 
     /// Returns the model, with its current weights if they are trained, and without the adapter.
@@ -316,20 +371,32 @@ impl Trainer {
             size.add(&batch?);
         }
         self.reserve(&self.workload(&size))?;
-        let State { adapter, gradients, optimizer } = self.state.as_ref().expect("just reserved");
+        let State { adapter, gradients, optimizer, parking } =
+            self.state.as_mut().expect("just reserved");
         let (decoder, tokens) = (self.engine.decoder(), size.tokens);
         let trained = trained(&self.subject, adapter.as_ref());
         let (weight, scale) = (1.0 / tokens.max(1) as f64, optimizer.scale());
         gradients.clear(decoder.ctx())?;
-        let mut sum: Option<Tensor<1>> = None;
-        for batch in micro_batches {
+        let Training { recompute, offload, .. } = self.training;
+        // Each group passes through the model together.
+        let at_once = if offload.gradients { usize::MAX } else { 1 };
+        let (mut rest, mut sum) = (micro_batches.peekable(), None::<Tensor<1>>);
+        while rest.peek().is_some() {
             if !goes_on() {
                 return Ok(None);
             }
             let weight = (weight, scale.clone());
-            let recompute = self.training.recompute;
-            let (loss, _) =
-                decoder.add_gradients(trained, gradients, &batch?, weight, recompute)?;
+            let loss = if offload.by_layer() {
+                let group = rest.by_ref().take(at_once).collect::<Result<Vec<_>, _>>()?;
+                let own = decoder.add_gradients_by_layer(
+                    trained, gradients, &group, weight, parking, &goes_on,
+                )?;
+                let Some((loss, _)) = own else { return Ok(None) };
+                loss
+            } else {
+                let batch = rest.next().expect("just seen")?;
+                decoder.add_gradients(trained, gradients, &batch, weight, recompute)?.0
+            };
             let _stream_guard = ops::stream_guard();
             sum = Some(match sum {
                 None => loss,
@@ -343,7 +410,8 @@ impl Trainer {
             let _optimizer = trace::span(|| "optimizer");
             optimizer.step(decoder.ctx(), gradients, learning_rate)?;
         }
-        let (loss, control) = self.read(optimizer, loss)?;
+        let control = optimizer.control().clone();
+        let (loss, control) = self.read(control, loss)?;
         let (loss, gradient) = (loss / tokens as f64, f64::from(control.norm));
         let skipped = control.finite == 0.0;
         let metrics = StepMetrics { step, loss, tokens, gradient, learning_rate, skipped };
@@ -360,10 +428,10 @@ impl Trainer {
     }
 
     /// Returns the loss and the state of the optimizer.
-    fn read(&self, optimizer: &Optimizer, loss: Tensor<1>) -> Result<(f64, Control), DeviceError> {
+    fn read(&self, control: Tensor<1>, loss: Tensor<1>) -> Result<(f64, Control), DeviceError> {
         let both = {
             let _stream_guard = ops::stream_guard();
-            Tensor::cat(vec![optimizer.control().clone(), loss], 0)
+            Tensor::cat(vec![control, loss], 0)
         };
         let all = both.dims()[0];
         let values = self.engine.on_host(both.reshape([1, all]))?;
@@ -426,6 +494,7 @@ struct StepSize {
     context: usize,
     /// Number of trained tokens.
     tokens: usize,
+    micro_batches: usize,
 }
 
 impl StepSize {
@@ -437,6 +506,7 @@ impl StepSize {
             self.tokens += example.learned();
         }
         self.batch = self.batch.max(examples);
+        self.micro_batches += 1;
     }
 }
 
@@ -444,7 +514,12 @@ impl TrainOptions {
     /// # Errors
     /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
-        check(&self.schedule, &self.optimizer)
+        if self.offload.optimizer || self.offload.gradients {
+            return Err(TrainError::Offload(
+                "state of an adapter, which is small\nhint: offload inputs alone (--offload inputs)",
+            ));
+        }
+        check(&self.schedule, &self.optimizer, (self.offload, self.recompute))
     }
 }
 
@@ -452,12 +527,27 @@ impl FullOptions {
     /// # Errors
     /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
-        check(&self.schedule, &self.optimizer)
+        if self.offload.gradients && !self.offload.optimizer {
+            return Err(TrainError::Offload(
+                "gradients without the optimizer\nhint: offload both (--offload optimizer,gradients)",
+            ));
+        }
+        check(&self.schedule, &self.optimizer, (self.offload, self.recompute))
     }
 }
 
-/// Checks numbers; training computes in f32.
-fn check(schedule: &Schedule, optimizer: &AdamWOptions) -> Result<(), TrainError> {
+/// Checks options; training computes in f32.
+fn check(
+    schedule: &Schedule,
+    optimizer: &AdamWOptions,
+    (offload, recompute): (Offload, Recompute),
+) -> Result<(), TrainError> {
+    if offload.by_layer() && recompute != Recompute::Layers {
+        return Err(TrainError::Offload(
+            "gradients or inputs while less than whole layers is recomputed\nhint: recompute layers \
+             (--recompute layers)",
+        ));
+    }
     const ABOVE: &str = "above 0 and within f32";
     let finite = |value: f64| (value as f32).is_finite();
     let above = |value: f64| finite(value) && value > 0.0;

@@ -14,7 +14,6 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::Tensor;
 use checkpoint::Staged;
 use models::Adapter;
 use models::export::{read_buffers, write_buffers};
@@ -71,9 +70,9 @@ impl Trainer {
     ///
     /// # Errors
     /// The errors of [`Trainer::save`].
-    pub fn checkpoint_into(&self, folder: &mut Staged, run: &Value) -> Result<(), TrainError> {
-        if let Some(buffers) = self.buffers() {
-            write_buffers(folder.path().join(STATE), &buffers)?;
+    pub fn checkpoint_into(&mut self, folder: &mut Staged, run: &Value) -> Result<(), TrainError> {
+        if let Some(state) = &mut self.state {
+            write_buffers(folder.path().join(STATE), &mut state.optimizer.buffers())?;
             let text = json!({ "done": self.done, "trainer": self.options(), "run": run });
             let path = folder.path().join(RUN);
             fs::write(&path, format!("{text:#}\n")).map_err(writing(&path))?;
@@ -101,22 +100,13 @@ impl Trainer {
         if !differs.is_empty() {
             return Err(TrainError::Resume(differs));
         }
-        self.reserve(&self.trained(1, 1))?;
-        if let Some(buffers) = self.buffers() {
-            read_buffers(folder.as_ref().join(STATE), &buffers)?;
+        self.reserve(&self.trained(1, 1, 1))?;
+        if let Some(state) = &mut self.state {
+            read_buffers(folder.as_ref().join(STATE), &mut state.optimizer.buffers())?;
         }
         let done = saved["done"].as_u64().and_then(|done| usize::try_from(done).ok());
         self.done = done.ok_or_else(|| TrainError::NoRun(folder.as_ref().to_owned()))?;
         Ok(())
-    }
-
-    /// Returns all buffers of a run that the saved model or adapter lacks; none before memory is reserved.
-    fn buffers(&self) -> Option<Vec<(String, Tensor<1>)>> {
-        let mut all = self.state.as_ref()?.optimizer.buffers();
-        if let Subject::Weights { master: Some(master), .. } = &self.subject {
-            all.push(("master".to_owned(), master.values().clone()));
-        }
-        Some(all)
     }
 
     /// Returns the options that change the steps.

@@ -5,7 +5,7 @@ use std::path::Path;
 use checkpoint::Checkpoint;
 use flashover::train::{
     AdamWOptions, Adapter, Dataset, DatasetError, Example, FullOptions, LoraOptions, Moments,
-    Recompute, Schedule, Start, TrainError, TrainOptions, Trainer,
+    Offload, Recompute, Schedule, Start, TrainError, TrainOptions, Trainer,
 };
 use flashover::{Engine, EngineOptions, ModelFolder};
 use models::Weights;
@@ -206,22 +206,22 @@ fn weights(folder: &Path) -> Vec<u8> {
 fn resumed(start: impl Fn(&Path) -> Trainer, from: &Path) {
     let (run, target) = (json!({ "data": 7 }), tempfile::tempdir().expect("a folder"));
     let at = |name: &str| target.path().join(name);
-    let save = |trainer: &Trainer, name: &str| {
+    let save = |trainer: &mut Trainer, name: &str| {
         let mut folder = Adapter::begin(at(name)).expect("nobody else writes it");
         trainer.checkpoint_into(&mut folder, &run).expect("it is writable");
     };
     let mut whole = start(from);
     steps(&mut whole, 6);
-    save(&whole, "whole");
+    save(&mut whole, "whole");
     let mut half = start(from);
     steps(&mut half, 3);
-    save(&half, "half");
+    save(&mut half, "half");
     drop(half);
     let mut rest = start(&at("half"));
     rest.resume(at("half"), &run).expect("the same options");
     assert_eq!(rest.done(), 3);
     steps(&mut rest, 6);
-    save(&rest, "rest");
+    save(&mut rest, "rest");
     assert!(weights(&at("whole")) == weights(&at("rest")), "other weights");
     let state =
         |name: &str| std::fs::read(at(name).join("flashover_run.safetensors")).expect("saved");
@@ -237,8 +237,13 @@ fn a_resumed_run_takes_the_same_steps() {
     for moments in Moments::ALL {
         let optimizer = AdamWOptions { moments, ..AdamWOptions::default() };
         let schedule = Schedule { warmup: 2, ..Schedule::constant(1e-3) };
-        for name in ["gpt2", "phi3"] {
-            let options = FullOptions { schedule, optimizer, ..FullOptions::default() };
+        let all = Offload { optimizer: true, gradients: true, inputs: true };
+        for (name, offload) in
+            [("gpt2", Offload::default()), ("phi3", Offload::default()), ("phi3", all)]
+        {
+            let recompute = if offload == all { Recompute::Layers } else { Recompute::Nothing };
+            let options =
+                FullOptions { schedule, optimizer, offload, recompute, ..FullOptions::default() };
             let full = |folder: &Path| {
                 let start = Start::Folder(Box::new(ModelFolder::open(folder).expect("a model")));
                 Trainer::full(&cpu(), start, &EngineOptions::default(), options.clone())
@@ -247,7 +252,8 @@ fn a_resumed_run_takes_the_same_steps() {
             resumed(full, &fixture(name));
         }
         let adapted = |folder: &Path| {
-            let options = TrainOptions { optimizer, ..options(4, 1e-2) };
+            let offload = Offload { inputs: true, ..Offload::default() };
+            let options = TrainOptions { optimizer, offload, ..options(4, 1e-2) };
             let base = ModelFolder::open(fixture("llama")).expect("a fixture");
             match folder.join("adapter_config.json").exists() {
                 true => {

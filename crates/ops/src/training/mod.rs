@@ -9,18 +9,22 @@ mod attention;
 mod embed;
 mod loss;
 mod norm;
+mod offload;
 mod optimizer;
 mod product;
 mod rope;
 mod values;
 
 pub use activation::{activate, activation_backward};
+/// Copies beside kernels.
+pub use arch::transfer::{HostBuffer, Link, Transfer, TransferError};
 pub use attention::attention_backward;
 pub use embed::{RowSegments, embed_backward};
 pub use kernels::cross_entropy::IGNORED;
 pub use kernels::optimizer::{BLOCK, CONTROL, Control, Moments, Scalars, signed_map, unsigned_map};
 pub use loss::{LossOptions, LossStats, cross_entropy};
 pub use norm::{NormGradients, norm_backward};
+pub use offload::{link, load, save};
 pub use optimizer::{AdamWState, BlockScales, StepRules, adamw, control};
 pub use product::{add_column_sums, add_product};
 pub use rope::rotate;

@@ -43,6 +43,13 @@ pub(super) struct Kept {
     feed_forward: Option<FeedForward>,
 }
 
+impl Kept {
+    /// Keeps the input alone: both blocks run forward again.
+    pub(super) const fn input(x: Tensor<2>) -> Self {
+        Self { x, attention: None, feed_forward: None }
+    }
+}
+
 /// Gradients of a projection's output.
 pub(super) struct Upstream {
     dout: Tensor<2>,

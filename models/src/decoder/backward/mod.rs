@@ -18,26 +18,31 @@
 //! padded on the right; a causal model does not attend to the padding, and the loss ignores it.
 
 mod attention;
+mod by_layer;
 mod factors;
 mod feed_forward;
+mod gradients;
 mod layer;
 mod loss;
+mod parking;
 
 use std::ops::Range;
 
-use burn::tensor::{FloatDType, Tensor};
-use ops::Ctx;
-use ops::training::{NormGradients, embed_backward};
+use burn::tensor::Tensor;
+use ops::training::embed_backward;
 
 use super::batch::TrainBatch;
-use super::flat::{FlatWeights, zeros};
+use super::flat::FlatWeights;
 use super::flat_adapter::FlatAdapter;
 use super::{Decoder, rounded};
-use crate::names::{Side, Slot};
+use crate::names::Slot;
 use crate::parameters::Group;
 use crate::{Error, Example, Parameters};
 use factors::Factors;
 use layer::Kept;
+
+pub use gradients::Gradients;
+pub use parking::Parking;
 
 /// Activations that the backward pass recomputes instead of keeping them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -92,55 +97,6 @@ impl Trained<'_> {
             Self::Weights(flat) => flat.parameters().groups().to_vec(),
             Self::Adapter(flat) => flat.groups(),
         }
-    }
-}
-
-/// Gradients of all trained values in one buffer in f32, with the layout of the values. Clones share the buffer.
-#[derive(Debug, Clone)]
-pub struct Gradients {
-    sums: Tensor<1>,
-}
-
-impl Gradients {
-    /// Creates a buffer of zeros.
-    pub fn zeros(trained: Trained<'_>) -> Self {
-        let values = trained.values();
-        Self { sums: zeros(values.dims()[0], FloatDType::F32, &values.device()) }
-    }
-
-    /// Returns the buffer.
-    pub const fn sums(&self) -> &Tensor<1> {
-        &self.sums
-    }
-
-    /// Sets all gradients to 0.
-    ///
-    /// # Errors
-    /// [`Error::Op`] for a device without kernels.
-    pub fn clear(&self, ctx: &Ctx) -> Result<(), Error> {
-        Ok(ops::training::clear(ctx, &self.sums)?)
-    }
-
-    fn matrix(&self, parameters: &Parameters, slot: Slot) -> Result<Tensor<2>, Error> {
-        let tensor = parameters.tensor(slot, Side::Weight).expect("the decoder has it");
-        Ok(ops::view(&self.sums, tensor.at, [tensor.rows(), tensor.shape[1]])?)
-    }
-
-    /// Returns the gradient of a vector, if the decoder has it.
-    fn vector(
-        &self,
-        parameters: &Parameters,
-        slot: Slot,
-        side: Side,
-    ) -> Result<Option<Tensor<1>>, Error> {
-        let Some(tensor) = parameters.tensor(slot, side) else { return Ok(None) };
-        Ok(Some(ops::view(&self.sums, tensor.at, [tensor.len()])?))
-    }
-
-    fn norm(&self, parameters: &Parameters, slot: Slot) -> Result<NormGradients, Error> {
-        let weight = self.vector(parameters, slot, Side::Weight)?.expect("a norm has a weight");
-        let bias = self.vector(parameters, slot, Side::Bias)?;
-        Ok(NormGradients { weight, bias, accumulate: true })
     }
 }
 
