@@ -6,7 +6,7 @@
 //! | `families` | [`Family`]: fields of each family's `config.json`, and names of its tensors |
 //! | [`rope`] | [`Rope`]: rotary positions and their scaling |
 //! | [`names`] | [`Param`]: every parameter of a decoder, and its tensor in a checkpoint |
-//! | [`optimizer`] | [`Optimizer`]: AdamW over the flat weights of a model |
+//! | [`optimizer`] | [`Optimizer`]: AdamW and Muon over the flat weights of a model |
 //! | [`parameters`] | [`Parameters`]: all parameters in one flat buffer, for training |
 //! | [`weights`] | [`Weights`]: a checkpoint that holds exactly these parameters |
 //! | [`generation`] | [`GenerationConfig`]: sampling and stop tokens, from `generation_config.json` |
@@ -62,7 +62,7 @@ pub use generation::GenerationConfig;
 pub use lora::{Adapter, Factor, LoraOptions};
 pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
-pub use optimizer::{AdamWOptions, Buffer, HostWeights, LossScale, Master, Optimizer};
+pub use optimizer::{AdamWOptions, Buffer, HostWeights, LossScale, Master, MuonOptions, Optimizer};
 pub use parameters::{FlatTensor, Group, Parameters, Piece};
 pub use rope::{Rope, Scaling};
 pub use weights::{Stored, Weights};

@@ -67,7 +67,7 @@ impl FlatTensor {
     }
 
     /// Returns the number of elements in the buffer.
-    fn space(&self) -> usize {
+    pub(crate) fn space(&self) -> usize {
         (self.len() / self.shape[0] * self.rows()).next_multiple_of(ALIGNMENT)
     }
 

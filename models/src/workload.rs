@@ -81,6 +81,8 @@ pub enum Trains {
         master: bool,
         /// Storage of the moments.
         moments: Moments,
+        /// True if Muon trains the matrices of layers.
+        muon: bool,
     },
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::ValueEnum;
 use flashover::memory::Preset;
-use flashover::train::{AdamWOptions, Decay, LoraOptions, Moments, Schedule};
+use flashover::train::{AdamWOptions, Decay, LoraOptions, Moments, MuonOptions, Schedule};
 
 use crate::model_args::{SubjectArgs, TraceArgs, choice};
 use crate::train_speed::{OFFLOAD, OffloadArg, RecomputeArg};
@@ -100,9 +100,12 @@ pub(crate) struct TrainingArgs {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Optimizer")]
 pub(crate) struct OptimizerArgs {
-    /// Optimizer, by the format of its moments
+    /// Optimizer, with the format of its moments
     #[arg(long, value_enum, default_value = "adamw")]
     optimizer: OptimizerArg,
+    /// With --optimizer muon, decay rate of the momentum
+    #[arg(long, default_value_t = 0.95, allow_negative_numbers = true)]
+    momentum: f64,
     /// Largest learning rate [default: 2e-4; with --full 2e-5, with --from-scratch 6e-4]
     #[arg(long, allow_negative_numbers = true)]
     learning_rate: Option<f64>,
@@ -147,15 +150,21 @@ pub(crate) enum OptimizerArg {
     AdamwBf16,
     /// AdamW with moments in 8 bits, as in bitsandbytes
     Adamw8,
+    /// Muon for the matrices of layers, AdamW for the rest; with --full
+    Muon,
 }
 
 impl OptimizerArg {
     pub(crate) const fn moments(self) -> Moments {
         match self {
-            Self::Adamw => Moments::F32,
+            Self::Adamw | Self::Muon => Moments::F32,
             Self::AdamwBf16 => Moments::Bf16,
             Self::Adamw8 => Moments::Int8,
         }
+    }
+
+    pub(crate) const fn is_muon(self) -> bool {
+        matches!(self, Self::Muon)
     }
 }
 
@@ -189,6 +198,12 @@ impl OptimizerArgs {
                 self.max_grad_norm
             );
         }
+        let muon = self.optimizer.is_muon();
+        if muon && !training.full {
+            bail!(
+                "Muon trains whole matrices, not an adapter's factors\nhint: add --full, or use --optimizer adamw"
+            );
+        }
         let decay = match self.schedule {
             _ if self.cosine => Decay::Cosine,
             ScheduleArg::Constant => Decay::Constant,
@@ -211,13 +226,14 @@ impl OptimizerArgs {
             weight_decay: self.weight_decay.unwrap_or(if scratch { 0.1 } else { 0.0 }),
             max_grad_norm: (self.max_grad_norm > 0.0).then_some(self.max_grad_norm),
             moments: self.optimizer.moments(),
+            muon: muon.then_some(MuonOptions { momentum: self.momentum, ..MuonOptions::default() }),
             seed: training.seed as u32,
         };
         Ok((schedule, optimizer))
     }
 
-    pub(crate) const fn moments(&self) -> Moments {
-        self.optimizer.moments()
+    pub(crate) const fn optimizer(&self) -> OptimizerArg {
+        self.optimizer
     }
 }
 

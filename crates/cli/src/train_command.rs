@@ -41,7 +41,8 @@ impl Model {
         let trains = |lora: &LoraOptions| match full {
             true => Trains::Weights {
                 master: !args.training.no_master,
-                moments: args.optimizer.moments(),
+                moments: args.optimizer.optimizer().moments(),
+                muon: args.optimizer.optimizer().is_muon(),
             },
             false => Trains::Adapter(lora.clone()),
         };

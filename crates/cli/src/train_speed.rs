@@ -4,8 +4,8 @@ use clap::ValueEnum;
 use flashover::bench::trace::{Recording, Trace};
 use flashover::bench::{Ceilings, StepShape, TrainSpeed};
 use flashover::train::{
-    AdamWOptions, FullOptions, LoraOptions, Offload, Recompute, Start, TrainOptions, Trainer,
-    Training, Trains,
+    AdamWOptions, FullOptions, LoraOptions, MuonOptions, Offload, Recompute, Start, TrainOptions,
+    Trainer, Training, Trains,
 };
 use serde::Serialize;
 
@@ -30,7 +30,7 @@ pub(crate) struct StepArgs {
     /// With --train, activations that the backward pass recomputes [default: nothing; of a plan or with --offload layers]
     #[arg(long, value_enum, requires = "train")]
     recompute: Option<RecomputeArg>,
-    /// With --train full, optimizer by the format of its moments
+    /// With --train full, optimizer, with the format of its moments
     #[arg(long, value_enum, default_value = "adamw", requires = "train")]
     optimizer: OptimizerArg,
     /// With --train full, no exact weights in f32 next to weights in 16 bits
@@ -48,7 +48,10 @@ impl StepArgs {
     pub(crate) fn training(&self, train: Train, lora: LoraOptions, usual: Recompute) -> Training {
         let moments = self.optimizer.moments();
         let trains = match train {
-            Train::Full => Trains::Weights { master: !self.no_master, moments },
+            Train::Full => {
+                let muon = self.optimizer.is_muon();
+                Trains::Weights { master: !self.no_master, moments, muon }
+            }
             Train::Lora => Trains::Adapter(lora),
         };
         let offload = offloaded(&self.offload);
@@ -134,7 +137,7 @@ pub(crate) struct Row {
 pub(crate) fn trainer(of: &SubjectArgs, training: &Training) -> anyhow::Result<Trainer> {
     let device = of.load.open()?;
     let Training { trains, recompute, offload, .. } = training.clone();
-    let Trains::Weights { master, moments } = trains else {
+    let Trains::Weights { master, moments, muon } = trains else {
         let options = TrainOptions { recompute, offload, ..TrainOptions::default() };
         options.check()?;
         return Ok(Trainer::new(of.engine(&device, None)?, options)?);
@@ -143,7 +146,8 @@ pub(crate) fn trainer(of: &SubjectArgs, training: &Training) -> anyhow::Result<T
         Subject::Folder(folder) => Start::Folder(Box::new(of.load.folder(&folder)?)),
         Subject::Shape(shape) => Start::Scratch { shape: shape.to_owned(), seed: 0 },
     };
-    let optimizer = AdamWOptions { moments, ..AdamWOptions::default() };
+    let muon = muon.then(MuonOptions::default);
+    let optimizer = AdamWOptions { moments, muon, ..AdamWOptions::default() };
     let options = FullOptions { recompute, offload, master, optimizer, ..FullOptions::default() };
     Ok(Trainer::full(&device, start, &of.load.options(), options)?)
 }

@@ -70,7 +70,7 @@ pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, RowNorm, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};
 pub use norm::{Norm, NormGradients, NormOperands, NormRule};
-pub use optimizer::{AdamW, Parameters};
+pub use optimizer::{AdamW, Parameters, Rule};
 pub use rope::{Left, Projected, Rope, RopeOperands, Slots};
 pub use rotary::{Rotary, Stretch};
 pub use sample::Sampler;

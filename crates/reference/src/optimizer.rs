@@ -6,6 +6,8 @@
 //! p = (1 - rate · decay) p - rate · (m / c₁) / (√(v / c₂) + eps)        c = 1 - βᵗ
 //! ```
 //!
+//! and the elementwise steps of Muon, before and after the orthogonalisation: see [`Rule`].
+//!
 //! Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), in the order of `torch.optim.AdamW`.
 
 use crate::{Comparison, DType, Error, compare};
@@ -24,6 +26,17 @@ pub struct AdamW {
     pub c1: f64,
     /// 1 - β₂ᵗ
     pub c2: f64,
+    pub rule: Rule,
+}
+
+/// Formulas of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rule {
+    AdamW,
+    /// p = β₁ m + (1 - β₁) g of the new m; v stays.
+    Momentum,
+    /// p = (1 - rate · decay) p - rate · gradient; m and v stay.
+    Descent,
 }
 
 /// Parameters with their moments, `[len]` each.
@@ -52,8 +65,16 @@ impl AdamW {
             let v = self.beta2 * before.v[i] + (1.0 - self.beta2) * g * g;
             let kept = (1.0 - self.learning_rate * self.weight_decay) * before.p[i];
             let size = (v / self.c2).sqrt() + self.eps;
-            after.p[i] = kept - self.learning_rate * (m / self.c1) / size;
-            (after.m[i], after.v[i]) = (m, v);
+            match self.rule {
+                Rule::AdamW => {
+                    after.p[i] = kept - self.learning_rate * (m / self.c1) / size;
+                    (after.m[i], after.v[i]) = (m, v);
+                }
+                Rule::Momentum => {
+                    (after.p[i], after.m[i]) = (self.beta1 * m + (1.0 - self.beta1) * g, m);
+                }
+                Rule::Descent => after.p[i] = kept - self.learning_rate * f64::from(*gradient),
+            }
         }
         Ok(after)
     }
@@ -79,8 +100,17 @@ impl AdamW {
             let v = beta2 * after.v[i] + (1.0 - self.beta2) as f32 * g * g;
             let kept = after.p[i] * (1.0 - rate * self.weight_decay as f32);
             let size = (v / self.c2 as f32).sqrt() + self.eps as f32;
-            after.p[i] = kept - rate * (m / self.c1 as f32) / size;
-            (after.m[i], after.v[i]) = (m, v);
+            match self.rule {
+                Rule::AdamW => {
+                    after.p[i] = kept - rate * (m / self.c1 as f32) / size;
+                    (after.m[i], after.v[i]) = (m, v);
+                }
+                Rule::Momentum => {
+                    let p = beta1 * m + (1.0 - self.beta1) as f32 * g;
+                    (after.p[i], after.m[i]) = (p, m);
+                }
+                Rule::Descent => after.p[i] = kept - rate * gradient,
+            }
         }
         Ok(after)
     }
@@ -134,6 +164,7 @@ mod tests {
             weight_decay: 0.5,
             c1: 1.0 - 0.5f64.powi(t),
             c2: 1.0 - 0.75f64.powi(t),
+            rule: Rule::AdamW,
         };
         let start = Parameters { p: vec![1.0], m: vec![0.0], v: vec![0.0] };
         let first = step(1).run(&[1.0], &start).expect("lengths agree");

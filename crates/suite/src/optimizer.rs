@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use kernels::matmul::Precision;
 use kernels::optimizer::{
     AdamW, AdamWConfig, AdamWOperands, AdamWProblem, BLOCK, BlockBuffers, CONTROL, Control,
-    Moments, Scalars, Squares, SquaresConfig, SquaresOperands, SquaresProblem, signed_map,
+    Moments, Rule, Scalars, Squares, SquaresConfig, SquaresOperands, SquaresProblem, signed_map,
     unsigned_map,
 };
 use reference::{Comparison, Distribution, Parameters, fill};
@@ -73,8 +73,8 @@ impl State {
         Ok(Self {
             weights: read(device, &of.weights, len * p.weights.size())?,
             master: part(of.master.as_ref(), 4 * len)?,
-            m: read(device, &of.m, moment)?,
-            v: read(device, &of.v, moment)?,
+            m: part(of.m.as_ref(), moment)?,
+            v: part(of.v.as_ref(), moment)?,
             absmax,
         })
     }
@@ -85,8 +85,8 @@ impl State {
             gradient: all(f32::as_bytes(&given.gradient)),
             weights: all(&self.weights),
             master: p.master.then(|| all(&self.master)),
-            m: all(&self.m),
-            v: all(&self.v),
+            m: Some(all(&self.m)),
+            v: Some(all(&self.v)),
             blocks: (p.moments == Moments::Int8).then(|| BlockBuffers {
                 absmax: all(&self.absmax),
                 ..BlockBuffers::zeros(&Queue::Device(device), p.len)
@@ -140,7 +140,8 @@ impl KernelSuite for AdamW {
             ("dtype", p.weights.name().into()),
             ("moments", p.moments.name().into()),
         ]);
-        insert_rules(&mut all, p.master.then_some("master"));
+        let rule = (p.rule != Rule::AdamW).then(|| p.rule.name());
+        insert_rules(&mut all, p.master.then_some("master").into_iter().chain(rule));
         all
     }
 
@@ -172,6 +173,13 @@ impl KernelSuite for AdamW {
                 }
             }
         }
+        for (len, inputs) in
+            [(256, Inputs::First), (long + 512, Inputs::Later), (1280, Inputs::Skipped)]
+        {
+            for problem in of_muon(len, precision.storage()) {
+                cases.push(EdgeCase { problem, inputs, seed: 31_500 + cases.len() as u64 });
+            }
+        }
         cases
     }
 
@@ -196,8 +204,10 @@ impl KernelSuite for AdamW {
             Self::launch(&Queue::Device(device), &case.problem, config, &operands, None);
             let after = State::read(device, &case.problem, case.problem.len, &operands)?;
             let blocks = operands.blocks.as_ref().map(|blocks| &blocks.absmax);
-            let written = [&operands.weights, &operands.m, &operands.v].into_iter();
+            let written = [&operands.weights].into_iter();
             written
+                .chain(&operands.m)
+                .chain(&operands.v)
                 .chain(&operands.master)
                 .chain(blocks)
                 .try_for_each(|buffer| intact(device, buffer))?;
@@ -258,7 +268,10 @@ impl KernelSuite for AdamW {
                 case(len, bf16, false, Moments::Int8),
                 case(len, bf16, true, Moments::Int8),
                 case(1 << 29, bf16, false, Moments::Int8),
-            ],
+            ]
+            .into_iter()
+            .chain(of_muon(len, bf16).into_iter().map(BenchCase::alone))
+            .collect(),
         }
     }
 
@@ -269,7 +282,7 @@ impl KernelSuite for AdamW {
     fn torch(p: &AdamWProblem) -> Option<Value> {
         let (len, dtype) = (p.len, p.weights.name());
         let fits = match p.moments {
-            Moments::F32 => p.weights == DType::F32 && !p.master,
+            Moments::F32 => p.rule == Rule::AdamW && p.weights == DType::F32 && !p.master,
             Moments::Int8 => p.weights == DType::Bf16 && !p.master,
             Moments::Bf16 => false,
         };
@@ -286,6 +299,8 @@ impl KernelSuite for AdamW {
                     cases.push(InstanceCase { problem, max_candidates: 1, clean: 1 });
                 }
             }
+            let muon = of_muon(1 << 20, dtype).into_iter();
+            cases.extend(muon.map(|problem| InstanceCase { problem, max_candidates: 1, clean: 1 }));
         }
         cases
     }
@@ -383,6 +398,11 @@ fn verdict(
         weight_decay: weight_decay.into(),
         c1: given.control.c1.into(),
         c2: given.control.c2.into(),
+        rule: match p.rule {
+            Rule::AdamW => reference::Rule::AdamW,
+            Rule::Momentum => reference::Rule::Momentum,
+            Rule::Descent => reference::Rule::Descent,
+        },
     };
     let wide = |values: Vec<f32>| values.into_iter().map(f64::from).collect::<Vec<_>>();
     let Parameters { p: old, m, v } = before.decoded(p)?;
@@ -390,7 +410,8 @@ fn verdict(
     let new = after.decoded(p)?;
     let exact = rule.run(&given.gradient, &old)?;
     let f32 = reference::DType::F32;
-    let naive = rule.check(&given.gradient, &old, &new, [f32; 3])?;
+    let stored = if p.rule == Rule::Momentum { reference_dtype(p.weights) } else { f32 };
+    let naive = rule.check(&given.gradient, &old, &new, [stored, f32, f32])?;
     let dtype = reference_dtype(p.weights);
     let mut all = Vec::new();
     match (p.master, p.weights) {
@@ -400,7 +421,9 @@ fn verdict(
                 new.p.iter().map(|x| dtype.round(f64::from(*x)) as f32).collect();
             all.push(Comparison::exact(&dtype.decode(&after.weights)?, &rounded)?);
         }
-        (false, DType::Bf16) => all.extend(stochastic(&new.p, &exact.p)?),
+        (false, DType::Bf16) if p.rule != Rule::Momentum => {
+            all.extend(stochastic(&new.p, &exact.p)?);
+        }
         (false, _) => all.push(naive[0]),
     }
     match p.moments {
@@ -483,7 +506,22 @@ fn problem(len: u64, weights: DType, master: bool, moments: Moments) -> AdamWPro
         seed: 5,
         first: 0,
     };
-    AdamWProblem { len, weights, master, moments, scalars }.checked().expect("sizes are valid")
+    let rule = Rule::AdamW;
+    AdamWProblem { len, weights, master, moments, scalars, rule }
+        .checked()
+        .expect("sizes are valid")
+}
+
+/// Returns the problems of Muon's elementwise steps for weights of this type.
+fn of_muon(len: u64, weights: DType) -> Vec<AdamWProblem> {
+    let plain = |master| problem(len, weights, master, Moments::F32);
+    let mut all = Vec::new();
+    if weights != DType::F16 {
+        all.push(AdamWProblem { rule: Rule::Momentum, ..plain(false) });
+    }
+    let descent = |master: &bool| AdamWProblem { rule: Rule::Descent, ..plain(*master) };
+    all.extend(masters(weights).iter().map(descent));
+    all.into_iter().map(|own| own.checked().expect("sizes are valid")).collect()
 }
 
 /// A norm to verify.

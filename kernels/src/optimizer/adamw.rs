@@ -1,4 +1,4 @@
-//! The AdamW step.
+//! The AdamW step, and the elementwise steps of Muon.
 
 use arch::{ArchProfile, DType};
 use cubecl::ir::ElemType;
@@ -18,6 +18,30 @@ use crate::rows::{Fold, RowPlan, row_fold};
 
 /// The AdamW kernel.
 pub struct AdamW;
+
+/// Formulas of a step.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Rule {
+    #[default]
+    AdamW,
+    /// m = β₁ m + (1 - β₁) g, and weights = β₁ m + (1 - β₁) g, Nesterov's direction. v is left as it is.
+    Momentum,
+    /// p = (1 - rate · decay) p - rate · gradient, without the factor of clipping. m and v are left as they are.
+    Descent,
+}
+
+impl Rule {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AdamW => "adamw",
+            Self::Momentum => "momentum",
+            Self::Descent => "descent",
+        }
+    }
+}
 
 /// Storage of the moments m and v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -79,6 +103,8 @@ pub struct AdamWProblem {
     pub master: bool,
     pub moments: Moments,
     pub scalars: Scalars,
+    #[serde(default)]
+    pub rule: Rule,
 }
 
 /// An invalid AdamW problem.
@@ -90,6 +116,8 @@ pub enum InvalidAdamW {
     DType(DType),
     #[error("expected a master for f16 weights\nhint: add one, or train in bf16")]
     NoMaster,
+    #[error("expected moments in f32 and no master for momentum\nhint: use AdamW")]
+    Momentum,
     #[error("expected {name} {range}, got {value}")]
     Scalar { name: &'static str, range: &'static str, value: f64 },
 }
@@ -102,6 +130,10 @@ impl AdamWProblem {
     pub fn checked(self) -> Result<Self, InvalidAdamW> {
         if self.len == 0 || !self.len.is_multiple_of(BLOCK.into()) {
             return Err(InvalidAdamW::Length(self.len));
+        }
+        let plain = self.moments == Moments::F32 && (self.rule != Rule::Momentum || !self.master);
+        if self.rule != Rule::AdamW && !plain {
+            return Err(InvalidAdamW::Momentum);
         }
         match (self.weights, self.master) {
             (DType::F16, false) => return Err(InvalidAdamW::NoMaster),
@@ -168,10 +200,10 @@ pub struct AdamWOperands {
     pub weights: Handle,
     /// f32 `[len]`
     pub master: Option<Handle>,
-    /// First moments `[len]`.
-    pub m: Handle,
-    /// Second moments `[len]`.
-    pub v: Handle,
+    /// First moments `[len]`; not for descent.
+    pub m: Option<Handle>,
+    /// Second moments `[len]`; for AdamW alone.
+    pub v: Option<Handle>,
     /// Buffers of moments in 8 bits.
     pub blocks: Option<BlockBuffers>,
     /// f32 `[CONTROL]`, read only.
@@ -188,7 +220,11 @@ impl Kernel for AdamW {
 
     fn bucket(p: &AdamWProblem) -> String {
         let master = if p.master { " master" } else { "" };
-        format!("{}{master} moments {} {}", p.weights, p.moments.name(), p.len.next_power_of_two())
+        let rule = match p.rule {
+            Rule::AdamW => format!("moments {}", p.moments.name()),
+            other => other.name().to_owned(),
+        };
+        format!("{}{master} {rule} {}", p.weights, p.len.next_power_of_two())
     }
 
     fn candidates(arch: &ArchProfile, p: &AdamWProblem) -> Vec<AdamWConfig> {
@@ -204,7 +240,12 @@ impl Kernel for AdamW {
     fn cost(p: &AdamWProblem) -> Cost {
         let size = p.weights.size() as u64;
         let weights = if p.master { 8 + size } else { 2 * size };
-        Cost { flops: 12 * p.len, bytes: (4 + weights) * p.len + 2 * p.moments.bytes(p.len) }
+        let (flops, moved) = match p.rule {
+            Rule::AdamW => (12, weights * p.len + 2 * p.moments.bytes(p.len)),
+            Rule::Momentum => (6, (size + 8) * p.len),
+            Rule::Descent => (3, weights * p.len),
+        };
+        Cost { flops: flops * p.len, bytes: 4 * p.len + moved }
     }
 
     fn baseline(arch: &ArchProfile, p: &AdamWProblem) -> Result<AdamWConfig, Infeasible> {
@@ -229,8 +270,8 @@ impl Kernel for AdamW {
             gradient: crate::noise(queue, len, DType::F32, 3 * seed),
             weights: crate::noise(queue, len, p.weights, 3 * seed + 1),
             master: p.master.then(|| crate::noise(queue, len, DType::F32, 3 * seed + 1)),
-            m: zeros(moment),
-            v: zeros(moment),
+            m: Some(zeros(moment)),
+            v: Some(zeros(moment)),
             blocks: (p.moments == Moments::Int8).then(|| BlockBuffers::zeros(queue, p.len)),
             control: queue.upload(f32::as_bytes(&control.to_array())),
         }
@@ -266,6 +307,12 @@ impl Kernel for AdamW {
         );
         let master = operands.master.as_ref().unwrap_or(&operands.control);
         let masters = if p.master { vectors } else { CONTROL / 4 };
+        // A kernel does not touch what its rule leaves alone.
+        let moment = |own: &Option<Handle>| match own {
+            Some(own) => (own.clone(), vectors),
+            None => (operands.control.clone(), CONTROL / 4),
+        };
+        let (m, v) = (moment(&operands.m), moment(&operands.v));
         // SAFETY: the lengths follow from the problem, and the kernels access whole vectors below them.
         unsafe {
             let matrix = |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), vectors);
@@ -279,8 +326,8 @@ impl Kernel for AdamW {
                     matrix(&operands.gradient),
                     matrix(&operands.weights),
                     BufferArg::from_raw_parts(master.clone(), masters),
-                    matrix(&operands.m),
-                    matrix(&operands.v),
+                    BufferArg::from_raw_parts(m.0, m.1),
+                    BufferArg::from_raw_parts(v.0, v.1),
                     BufferArg::from_raw_parts(operands.control.clone(), CONTROL),
                     scalars,
                     vectors as u32,
@@ -297,8 +344,8 @@ impl Kernel for AdamW {
                     matrix(&operands.gradient),
                     matrix(&operands.weights),
                     BufferArg::from_raw_parts(master.clone(), masters),
-                    matrix(&operands.m),
-                    matrix(&operands.v),
+                    BufferArg::from_raw_parts(m.0, m.1),
+                    BufferArg::from_raw_parts(v.0, v.1),
                     BufferArg::from_raw_parts(
                         blocks.absmax.clone(),
                         2 * p.len as usize / BLOCK as usize
@@ -326,6 +373,7 @@ struct Plan {
     stochastic: bool,
     /// True if the kernel rounds weights itself before it stores them.
     rounds: bool,
+    rule: Rule,
 }
 
 impl Plan {
@@ -334,7 +382,8 @@ impl Plan {
             rows: RowPlan::new(arch, c.units, c.lanes),
             master: p.master,
             narrow: p.moments == Moments::Bf16,
-            stochastic: p.weights == DType::Bf16 && !p.master,
+            stochastic: p.weights == DType::Bf16 && !p.master && p.rule != Rule::Momentum,
+            rule: p.rule,
             rounds: by_hand(arch, p.weights),
         }
     }
@@ -394,6 +443,14 @@ fn stepped(of: Parameter, gradient: f32, numbers: &Numbers, by: &Correction) -> 
     Parameter { p: numbers.keep * of.p - by.rate * m / size, m, v }
 }
 
+/// Returns m and the direction of Nesterov's momentum, as m and p.
+#[cube]
+fn momentum(m: f32, gradient: f32, numbers: &Numbers, by: &Correction) -> Parameter {
+    let g = gradient * by.factor;
+    let m = fma(numbers.rest1, g, numbers.beta1 * m);
+    Parameter { p: fma(numbers.rest1, g, numbers.beta1 * m), m, v: 0.0f32 }
+}
+
 /// Returns 32 random bits of an index and a seed: Wellons' hash `lowbias32`.
 #[cube]
 fn random(index: u32, seed: u32) -> u32 {
@@ -433,7 +490,14 @@ fn step<W: Float, S: Float>(
         let index = at as usize;
         let number = numbers.first + 4 * at;
         let g = gradient[index];
-        let (old_m, old_v) = (m[index], v[index]);
+        let mut old_m = Vector::<S, Const<4>>::new(S::cast_from(0.0f32));
+        let mut old_v = Vector::<S, Const<4>>::new(S::cast_from(0.0f32));
+        if comptime!(plan.rule != Rule::Descent) {
+            old_m = m[index];
+        }
+        if comptime!(plan.rule == Rule::AdamW) {
+            old_v = v[index];
+        }
         let mut new_w = weights[index];
         let mut new_p = Vector::<f32, Const<4>>::new(0.0f32);
         if comptime!(plan.master) {
@@ -451,7 +515,14 @@ fn step<W: Float, S: Float>(
                 m: f32::cast_from(old_m.extract(e)),
                 v: f32::cast_from(old_v.extract(e)),
             };
-            let now = stepped(of, g.extract(e), &numbers, &by);
+            let now = match comptime!(plan.rule) {
+                Rule::AdamW => stepped(of, g.extract(e), &numbers, &by),
+                Rule::Momentum => momentum(of.m, g.extract(e), &numbers, &by),
+                Rule::Descent => {
+                    let p = numbers.keep * of.p - numbers.learning_rate * g.extract(e);
+                    Parameter { p, m: of.m, v: of.v }
+                }
+            };
             let bits = random(number + comptime!(e as u32), by.seed);
             if comptime!(plan.master) {
                 new_p.insert(e, now.p);
@@ -459,7 +530,7 @@ fn step<W: Float, S: Float>(
             } else if comptime!(plan.stochastic) {
                 new_w.insert(e, W::cast_from(stochastic(now.p, bits)));
             } else {
-                new_w.insert(e, W::cast_from(now.p));
+                new_w.insert(e, rounded::<W>(now.p, plan.rounds));
             }
             if comptime!(plan.narrow) {
                 let other = random(number + comptime!(e as u32), by.seed ^ 0x2545_f491u32);
@@ -471,8 +542,12 @@ fn step<W: Float, S: Float>(
             }
         }
         weights[index] = new_w;
-        m[index] = new_m;
-        v[index] = new_v;
+        if comptime!(plan.rule != Rule::Descent) {
+            m[index] = new_m;
+        }
+        if comptime!(plan.rule == Rule::AdamW) {
+            v[index] = new_v;
+        }
         if comptime!(plan.master) {
             master[index] = new_p;
         }

@@ -19,6 +19,9 @@
 //! Moments in 8 bits are codes of bitsandbytes' dynamic maps, signed for m and unsigned for v, with one absmax per block of
 //! 256. A unit holds four neighbours; 64 units reduce the new absmax of their block.
 //!
+//! Muon's matrices take two launches around the orthogonalisation of m, which is matmuls: momentum makes its input, and descent
+//! subtracts its result.
+//!
 //! Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); Dettmers et al., "8-bit Optimizers
 //! via Block-wise Quantization" (2022).
 
@@ -27,7 +30,8 @@ mod codes;
 mod control;
 
 pub use adamw::{
-    AdamW, AdamWConfig, AdamWOperands, AdamWProblem, BlockBuffers, InvalidAdamW, Moments, Scalars,
+    AdamW, AdamWConfig, AdamWOperands, AdamWProblem, BlockBuffers, InvalidAdamW, Moments, Rule,
+    Scalars,
 };
 pub use codes::{BLOCK, signed_map, unsigned_map};
 pub use control::{CONTROL, Control, Squares, SquaresConfig, SquaresOperands, SquaresProblem};

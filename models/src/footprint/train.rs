@@ -66,7 +66,7 @@ impl State {
                     layers: config.layers.len() - lowest,
                 }
             }
-            Trains::Weights { master, moments } => {
+            Trains::Weights { master, moments, muon } => {
                 let parameters = Parameters::new(config);
                 let len = parameters.len() as u128;
                 let master = *master && size < 4;
@@ -75,7 +75,10 @@ impl State {
                 for (group, range) in parameters.groups() {
                     let len = range.len() as u128;
                     let exact = if master { 4 * len } else { 0 };
-                    let moments = Optimizer::moments_of(*moments, *group).bytes(range.len() as u64);
+                    let moments = match *muon && !group.outer {
+                        true => 4 * range.len() as u64,
+                        false => Optimizer::moments_of(*moments, *group).bytes(range.len() as u64),
+                    };
                     if on_host && group.on_host() {
                         host += exact + u128::from(moments);
                     } else {

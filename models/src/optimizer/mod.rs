@@ -1,4 +1,4 @@
-//! AdamW over all weights of a model or an adapter, with its state on the device.
+//! AdamW over all weights of a model or an adapter, or Muon over the matrices of its layers.
 //!
 //! ```text
 //! control: norm of the gradient, factor of clipping and of the loss scale, whether it is finite       one launch
@@ -9,6 +9,7 @@
 //! exact weights may be in host memory: see `host`.
 
 mod host;
+mod muon;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,6 +27,8 @@ use crate::{Error, Offload, Parameters};
 use host::{HostState, Staging};
 
 pub(crate) use host::staging_bytes;
+pub use muon::MuonOptions;
+use muon::MuonState;
 
 /// Hyperparameters of AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -43,6 +46,8 @@ pub struct AdamWOptions {
     pub max_grad_norm: Option<f64>,
     /// Storage of the moments.
     pub moments: Moments,
+    /// Muon for the matrices of layers; none for AdamW. Its moments are f32.
+    pub muon: Option<MuonOptions>,
     /// Seed of stochastic rounding.
     pub seed: u32,
 }
@@ -57,6 +62,7 @@ impl Default for AdamWOptions {
             weight_decay: 0.1,
             max_grad_norm: Some(1.0),
             moments: Moments::F32,
+            muon: None,
             seed: 0,
         }
     }
@@ -147,6 +153,7 @@ struct OwnGroup {
 enum Place {
     Device(Box<AdamWState>),
     Host(HostState),
+    Muon(Box<MuonState>),
 }
 
 impl OwnGroup {
@@ -154,7 +161,7 @@ impl OwnGroup {
     const fn host(&self) -> Option<&HostState> {
         match &self.state {
             Place::Host(state) => Some(state),
-            Place::Device(_) => None,
+            Place::Device(_) | Place::Muon(_) => None,
         }
     }
 }
@@ -179,7 +186,22 @@ impl Optimizer {
             let own = |values: &Tensor<1>| ops::view(values, range.start, [len]);
             let weights = own(trained.values())?;
             let moments = Self::moments_of(options.moments, group);
+            let muon = options.muon.is_some() && !group.outer;
             let state = match &link {
+                None if muon => {
+                    let tensors = match trained {
+                        Trained::Weights(flat) => flat.parameters().tensors(),
+                        Trained::Adapter(_) => &[],
+                    };
+                    let own = tensors.iter().filter(|own| range.contains(&own.at)).cloned();
+                    let exact = match &master {
+                        Master::Device(master) => {
+                            Some(ops::view(master.values(), range.start, [len])?)
+                        }
+                        _ => None,
+                    };
+                    Place::Muon(MuonState::zeros(own.collect(), len, exact, &weights).into())
+                }
                 Some(link) if group.on_host() => {
                     let master = master.of_host(&range);
                     Place::Host(HostState::zeros(link, moments, len, master)?)
@@ -264,6 +286,12 @@ impl Optimizer {
                         add("absmax", Buffer::Device(absmax.clone().reshape([len]).into()));
                     }
                 }
+                Place::Muon(state) => {
+                    add("m", Buffer::Device(state.m.clone().into()));
+                    if let Some(master) = &state.master {
+                        add("master", Buffer::Device(master.clone().into()));
+                    }
+                }
                 Place::Host(state) => {
                     for (name, buffer, dtype) in state.buffers() {
                         add(name, Buffer::Host(buffer, dtype));
@@ -304,6 +332,12 @@ impl Optimizer {
                 Place::Device(state) => {
                     let gradient = gradients.on_device(&own.range)?.expect("it is not offloaded");
                     adamw(ctx, &gradient, state, &self.control, scalars)?;
+                }
+                Place::Muon(state) => {
+                    let gradient = gradients.on_device(&own.range)?.expect("it is not offloaded");
+                    let at = (&own.weights, own.range.start);
+                    let rules = (self.options.muon.unwrap_or_default(), scalars);
+                    state.step(ctx, &gradient, at, &self.control, rules)?;
                 }
                 Place::Host(state) => {
                     let staging = self.staging.as_mut().expect("some state is in host memory");

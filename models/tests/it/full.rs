@@ -7,7 +7,7 @@ use checkpoint::Checkpoint;
 use models::export::{read_buffers, write_buffers};
 use models::{
     AdamWOptions, Decoder, Example, FlatWeights, Gradients, HostWeights, LossScale, Master,
-    Offload, Optimizer, Param, Parameters, Parking, Recompute, Side, Trained, Weights,
+    MuonOptions, Offload, Optimizer, Param, Parameters, Parking, Recompute, Side, Trained, Weights,
 };
 use ops::Ctx;
 use ops::training::{Link, Moments, link};
@@ -195,6 +195,108 @@ fn one_batch_equals_micro_batches() {
         let largest = whole.iter().fold(0.0f32, |max, x| max.max(x.abs()));
         for (at, (one, other)) in whole.iter().zip(&apart).enumerate() {
             assert!((one - other).abs() <= 1e-6 * largest, "{name} {at}: {one}, {other}");
+        }
+    }
+}
+
+/// A dense matrix in f64.
+#[derive(Clone)]
+struct Matrix {
+    columns: usize,
+    values: Vec<f64>,
+}
+
+impl Matrix {
+    fn rows(&self) -> usize {
+        self.values.len() / self.columns
+    }
+
+    fn transposed(&self) -> Self {
+        let (rows, columns) = (self.rows(), self.columns);
+        let at = |index: usize| self.values[index % rows * columns + index / rows];
+        Self { columns: rows, values: (0..self.values.len()).map(at).collect() }
+    }
+
+    fn times(&self, other: &Self) -> Self {
+        let (k, n) = (self.columns, other.columns);
+        let at = |index: usize| -> f64 {
+            (0..k)
+                .map(|k_at| self.values[index / n * k + k_at] * other.values[k_at * n + index % n])
+                .sum()
+        };
+        Self { columns: n, values: (0..self.rows() * n).map(at).collect() }
+    }
+
+    /// Returns a · self + b · other.
+    fn mixed(&self, a: f64, other: &Self, b: f64) -> Self {
+        let both = self.values.iter().zip(&other.values);
+        Self { columns: self.columns, values: both.map(|(x, y)| a * x + b * y).collect() }
+    }
+
+    /// Newton and Schulz, as torch.optim.Muon writes it: for wide matrices.
+    fn orthogonalised(&self) -> Self {
+        if self.rows() > self.columns {
+            return self.transposed().orthogonalised().transposed();
+        }
+        let norm = self.values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let mut x = self.mixed(1.0 / norm, self, 0.0);
+        for _ in 0..5 {
+            let a = x.times(&x.transposed());
+            let b = a.mixed(-4.7750, &a.times(&a), 2.0315);
+            x = x.mixed(3.4445, &b.times(&x), 1.0);
+        }
+        x
+    }
+}
+
+#[test]
+fn steps_of_muon_are_those_of_its_formula() {
+    // Square, wide and tall matrices; queries, keys and values as one tensor.
+    for name in ["qwen3", "gpt2"] {
+        let (batch, ..) = golden(name);
+        let model = Model::open(name);
+        let options = AdamWOptions {
+            muon: Some(MuonOptions { momentum: 0.9, ..MuonOptions::default() }),
+            max_grad_norm: None,
+            ..AdamWOptions::default()
+        };
+        let mut optimizer = model.optimizer(Master::Absent, options, None);
+        let floats =
+            || -> Vec<f32> { model.flat.values().clone().into_data().try_to_vec().expect("f32") };
+        let (ctx, mut moments) = (Ctx::default(), vec![0.0; model.parameters.len()]);
+        for _ in 0..2 {
+            model.gradients.clear(&ctx).expect("it has kernels");
+            model.learn(&batch, 0.1, Recompute::Nothing);
+            let (before, gradients) = (floats(), model.sums());
+            optimizer.step(&ctx, &model.gradients, 1e-2).expect("it has kernels");
+            let after = floats();
+            for tensor in model.parameters.tensors() {
+                for (param, range) in tensor.parts() {
+                    if tensor.group.outer {
+                        // Tables and norms take AdamW's steps, of at most the rate and the decay.
+                        let moved = range.clone().map(|at| (after[at] - before[at]).abs());
+                        let moved = moved.fold(0.0f32, f32::max);
+                        assert!(moved > 0.0 && moved < 1.2e-2, "{name} {}: {moved}", param.name);
+                        continue;
+                    }
+                    let direction = range.clone().map(|at| {
+                        let g = f64::from(gradients[at]);
+                        moments[at] = 0.9 * moments[at] + 0.1 * g;
+                        0.9 * moments[at] + 0.1 * g
+                    });
+                    let direction = Matrix { columns: param.shape[1], values: direction.collect() };
+                    let update = direction.orthogonalised();
+                    let scale = 1e-2 * 0.2 * (param.shape[0].max(param.shape[1]) as f64).sqrt();
+                    let want: Vec<f32> = range
+                        .clone()
+                        .zip(update.values)
+                        .map(|(at, x)| (-1e-3 * f64::from(before[at]) - scale * x) as f32)
+                        .collect();
+                    let have: Vec<f32> = range.map(|at| after[at] - before[at]).collect();
+                    let off = mean(&have, &want);
+                    assert!(off <= 1e-4, "{name} {}: {off:e}", param.name);
+                }
+            }
         }
     }
 }

@@ -36,9 +36,9 @@ pub enum TrainError {
         /// The valid range, after "a number".
         range: &'static str,
     },
-    /// Parts that cannot be in host memory.
-    #[error("cannot offload {0}")]
-    Offload(&'static str),
+    /// Options that exclude each other.
+    #[error("cannot {0}")]
+    Unsupported(&'static str),
     /// An earlier attempt to allocate the optimizer's state failed, and took the exact weights.
     #[error(
         "the trainer lost its exact weights when it ran out of memory\nhint: load the model again"

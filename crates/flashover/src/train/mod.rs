@@ -33,7 +33,7 @@ pub use data::{Dataset, DatasetError};
 pub use error::TrainError;
 pub use measure::{StepShape, TrainSpeed, TrainTest};
 pub use models::{
-    AdamWOptions, Adapter, Example, LoraOptions, Offload, Recompute, Training, Trains,
+    AdamWOptions, Adapter, Example, LoraOptions, MuonOptions, Offload, Recompute, Training, Trains,
 };
 pub use ops::training::Moments;
 pub use schedule::{Decay, Schedule};
@@ -205,7 +205,8 @@ impl Trainer {
     ) -> Result<Self, TrainError> {
         options.check()?;
         let FullOptions { schedule, optimizer, master, recompute, offload } = options;
-        let trains = Trains::Weights { master, moments: optimizer.moments };
+        let muon = optimizer.muon.is_some();
+        let trains = Trains::Weights { master, moments: optimizer.moments, muon };
         let training = Training { trains, recompute, offload, micro_batches: 1 };
         let Trainable { engine, weights, master, link, files } =
             Engine::trainable(device, start, engine, &training)?;
@@ -514,9 +515,14 @@ impl TrainOptions {
     /// # Errors
     /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
+        if self.optimizer.muon.is_some() {
+            return Err(TrainError::Unsupported(
+                "train an adapter by Muon, which is for whole matrices\nhint: use AdamW",
+            ));
+        }
         if self.offload.optimizer || self.offload.gradients {
-            return Err(TrainError::Offload(
-                "state of an adapter, which is small\nhint: offload inputs alone (--offload inputs)",
+            return Err(TrainError::Unsupported(
+                "offload state of an adapter, which is small\nhint: offload inputs alone (--offload inputs)",
             ));
         }
         check(&self.schedule, &self.optimizer, (self.offload, self.recompute))
@@ -527,9 +533,14 @@ impl FullOptions {
     /// # Errors
     /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
+        if self.optimizer.muon.is_some() && (self.offload.optimizer || self.offload.gradients) {
+            return Err(TrainError::Unsupported(
+                "offload Muon, which needs whole matrices\nhint: use AdamW (--optimizer adamw8), or leave out --offload",
+            ));
+        }
         if self.offload.gradients && !self.offload.optimizer {
-            return Err(TrainError::Offload(
-                "gradients without the optimizer\nhint: offload both (--offload optimizer,gradients)",
+            return Err(TrainError::Unsupported(
+                "offload gradients without the optimizer\nhint: offload both (--offload optimizer,gradients)",
             ));
         }
         check(&self.schedule, &self.optimizer, (self.offload, self.recompute))
@@ -543,8 +554,8 @@ fn check(
     (offload, recompute): (Offload, Recompute),
 ) -> Result<(), TrainError> {
     if offload.by_layer() && recompute != Recompute::Layers {
-        return Err(TrainError::Offload(
-            "gradients or inputs while less than whole layers is recomputed\nhint: recompute layers \
+        return Err(TrainError::Unsupported(
+            "offload gradients or inputs while less than whole layers is recomputed\nhint: recompute layers \
              (--recompute layers)",
         ));
     }
@@ -552,7 +563,8 @@ fn check(
     let finite = |value: f64| (value as f32).is_finite();
     let above = |value: f64| finite(value) && value > 0.0;
     let rate = |value: f64| (0.0..1.0).contains(&value);
-    let AdamWOptions { beta1, beta2, eps, weight_decay, max_grad_norm, .. } = *optimizer;
+    let AdamWOptions { beta1, beta2, eps, weight_decay, max_grad_norm, muon, .. } = *optimizer;
+    let momentum = muon.map_or(0.0, |muon| muon.momentum);
     let clip = max_grad_norm.unwrap_or(1.0);
     let learning_rate = schedule.learning_rate;
     let decays = finite(weight_decay) && weight_decay >= 0.0;
@@ -562,6 +574,7 @@ fn check(
         ("clip", clip, above(clip), ABOVE),
         ("beta1", beta1, rate(beta1), "from 0 to below 1"),
         ("beta2", beta2, rate(beta2), "from 0 to below 1"),
+        ("momentum", momentum, rate(momentum), "from 0 to below 1"),
         ("eps", eps, (eps as f32) > 0.0 && finite(eps), ABOVE),
         ("floor", schedule.floor, (0.0..=1.0).contains(&schedule.floor), "from 0 to 1"),
     ];

@@ -132,6 +132,7 @@ impl Trainer {
             "weight_decay": own.weight_decay,
             "max_grad_norm": own.max_grad_norm,
             "moments": own.moments.name(),
+            "muon": own.muon.map(|muon| json!([muon.momentum, muon.iterations])),
             "seed": own.seed,
         })
     }

@@ -25,7 +25,7 @@ pub use kernels::optimizer::{BLOCK, CONTROL, Control, Moments, Scalars, signed_m
 pub use loss::{LossOptions, LossStats, cross_entropy};
 pub use norm::{NormGradients, norm_backward};
 pub use offload::{link, load, save};
-pub use optimizer::{AdamWState, BlockScales, StepRules, adamw, control};
+pub use optimizer::{AdamWState, BlockScales, StepRules, adamw, control, descend, momentum};
 pub use product::{add_column_sums, add_product};
 pub use rope::rotate;
 pub use values::{clear, overwrite};

@@ -1,9 +1,10 @@
 //! Optimizer steps over flat buffers.
 
 use burn::tensor::{DType, Tensor};
+use cubecl::server::Handle;
 use kernels::optimizer::{
-    AdamW, AdamWOperands, AdamWProblem, BLOCK, BlockBuffers, CONTROL, Moments, Scalars, Squares,
-    SquaresOperands, SquaresProblem,
+    AdamW, AdamWOperands, AdamWProblem, BLOCK, BlockBuffers, CONTROL, Moments, Rule, Scalars,
+    Squares, SquaresOperands, SquaresProblem,
 };
 
 use crate::call::{float_of, same_shape};
@@ -100,37 +101,106 @@ pub fn adamw(
     scalars: Scalars,
 ) -> Result<(), OpError> {
     let AdamWState { weights, master, m, v, scales } = state;
-    let [len] = weights.dims();
-    let dtype = weights.dtype();
+    let len = weights.dims()[0];
     let (moments, moment, words) = match (scales, m.dtype()) {
         (Some(_), _) => (Moments::Int8, DType::F32, len / 4),
         (None, DType::BF16) => (Moments::Bf16, DType::BF16, len),
         (None, _) => (Moments::F32, DType::F32, len),
     };
-    let problem = AdamWProblem {
-        len: len as u64,
-        weights: float_of(dtype)?,
-        master: master.is_some(),
-        moments,
-        scalars,
-    }
-    .checked()?;
-    let weights = written("the weights", weights, &[len], dtype)?;
-    let f32 = |what, tensor: &Tensor<1>| written(what, tensor, &[len], DType::F32);
     let blocks = |scales: &BlockScales| {
         let shape = [2, len / BLOCK as usize];
         let absmax = written("the scales", &scales.absmax, &shape, DType::F32)?;
         let maps = written("the maps", &scales.maps, &[512], DType::F32)?;
         Ok::<_, OpError>(BlockBuffers { absmax: absmax.handle, maps: maps.handle })
     };
+    let buffers = Buffers {
+        m: Some(written("m", m, &[words], moment)?.handle),
+        v: Some(written("v", v, &[words], moment)?.handle),
+        blocks: scales.as_ref().map(blocks).transpose()?,
+    };
+    let values = (gradient, weights, master.as_ref());
+    step(ctx, values, (Rule::AdamW, moments, scalars), buffers, control)
+}
+
+/// Updates the momentum of a gradient, m = β₁ m + (1 - β₁) g, and writes Nesterov's direction, β₁ m + (1 - β₁) g, for [`descend`].
+/// A gradient that is not finite changes nothing.
+///
+/// # Shapes
+/// gradient and m `[len]` in f32; direction `[len]` in f32 or bf16; control `[CONTROL]`. m and direction are **written in place**.
+///
+/// # Errors
+/// The errors of [`adamw`].
+pub fn momentum(
+    ctx: &Ctx,
+    gradient: &Tensor<1>,
+    m: &Tensor<1>,
+    direction: &Tensor<1>,
+    control: &Tensor<1>,
+    scalars: Scalars,
+) -> Result<(), OpError> {
+    let m = written("m", m, &direction.dims(), DType::F32)?;
+    let buffers = Buffers { m: Some(m.handle), v: None, blocks: None };
+    let values = (gradient, direction, None);
+    step(ctx, values, (Rule::Momentum, Moments::F32, scalars), buffers, control)
+}
+
+/// Subtracts a direction from weights: p = (1 - rate · decay) p - rate · direction. Nothing changes if the last gradient was not
+/// finite.
+///
+/// # Shapes
+/// direction `[len]` in f32; weights and master as in [`AdamWState`], **written in place**; control `[CONTROL]`.
+///
+/// # Errors
+/// The errors of [`adamw`].
+pub fn descend(
+    ctx: &Ctx,
+    direction: &Tensor<1>,
+    weights: &Tensor<1>,
+    master: Option<&Tensor<1>>,
+    control: &Tensor<1>,
+    scalars: Scalars,
+) -> Result<(), OpError> {
+    let buffers = Buffers { m: None, v: None, blocks: None };
+    let values = (direction, weights, master);
+    step(ctx, values, (Rule::Descent, Moments::F32, scalars), buffers, control)
+}
+
+/// Buffers of moments; those that a rule leaves alone may be absent.
+struct Buffers {
+    m: Option<Handle>,
+    v: Option<Handle>,
+    blocks: Option<BlockBuffers>,
+}
+
+fn step(
+    ctx: &Ctx,
+    (gradient, weights, master): (&Tensor<1>, &Tensor<1>, Option<&Tensor<1>>),
+    (rule, moments, scalars): (Rule, Moments, Scalars),
+    Buffers { m, v, blocks }: Buffers,
+    control: &Tensor<1>,
+) -> Result<(), OpError> {
+    let [len] = weights.dims();
+    let dtype = weights.dtype();
+    let problem = AdamWProblem {
+        len: len as u64,
+        weights: float_of(dtype)?,
+        master: master.is_some(),
+        moments,
+        scalars,
+        rule,
+    }
+    .checked()?;
+    let weights = written("the weights", weights, &[len], dtype)?;
+    let f32 = |what, tensor: &Tensor<1>| written(what, tensor, &[len], DType::F32);
+    let control = cube(control.clone())?.handle;
     let operands = AdamWOperands {
         gradient: f32("the gradient", gradient)?.handle,
         weights: weights.handle.clone(),
-        master: master.as_ref().map(|own| f32("the master", own)).transpose()?.map(|t| t.handle),
-        m: written("m", m, &[words], moment)?.handle,
-        v: written("v", v, &[words], moment)?.handle,
-        blocks: scales.as_ref().map(blocks).transpose()?,
-        control: cube(control.clone())?.handle,
+        master: master.map(|own| f32("the master", own)).transpose()?.map(|t| t.handle),
+        m,
+        v,
+        blocks,
+        control,
     };
     ctx.run::<AdamW>(&weights, &problem, &operands)
 }
