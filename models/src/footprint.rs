@@ -45,7 +45,11 @@ pub struct Footprint {
     pub optimizer: u128,
     /// State of training in host memory, which is no part of the total.
     pub host: u128,
-    /// Peak of live activations.
+    /// Activations that layers keep between forward and backward pass.
+    pub saved: u128,
+    /// Number of layers that keep them.
+    pub saved_layers: usize,
+    /// Peak of other live activations.
     pub activations: u128,
     /// Dense copy of the largest quantised weight.
     pub workspace: u128,
@@ -102,7 +106,7 @@ impl Footprint {
 
     /// Returns the bytes that live as long as a session or a trainer.
     pub const fn kept(&self) -> u128 {
-        self.kv_cache + self.graph + self.trained + self.gradients + self.optimizer
+        self.kv_cache + self.graph + self.trained + self.gradients + self.optimizer + self.saved
     }
 
     /// Returns the bytes that are live only during a forward or backward pass.

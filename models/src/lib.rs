@@ -53,8 +53,8 @@ mod workload;
 
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache, LoadOptions, Loading, OnDevice,
-    Parking, Recompute, Trained, file_dtype, on_device,
+    Activations, Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache, LoadOptions,
+    Loading, OnDevice, Parking, Recompute, Trained, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use footprint::{Footprint, KvFormat, ModelPrecision};

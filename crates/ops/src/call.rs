@@ -13,6 +13,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::matmul::{EpilogueBuffers, NormBuffers};
 use kernels::norm::NormProblem;
 
+use crate::arena::result;
 pub(crate) use crate::ctx::cube_of;
 use crate::{Ctx, OpError};
 
@@ -97,10 +98,20 @@ pub(crate) fn empty_like<const D: usize>(
     empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype)
 }
 
-/// Allocates a dense tensor with the shape, dtype and device of `tensor`.
+/// Allocates a dense result on the device of `like`; in the open [`Arena`](crate::Arena), if any.
+pub(crate) fn result_like<const D: usize>(
+    like: &CubeTensor,
+    shape: [usize; D],
+    dtype: DType,
+) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    result(client, device, Shape::new(shape), float_dtype(dtype).into())
+}
+
+/// Allocates a dense result with the shape, dtype and device of `tensor`; in the open [`Arena`](crate::Arena), if any.
 pub(crate) fn like(tensor: &CubeTensor) -> CubeTensor {
     let (client, device) = (tensor.client.clone(), tensor.device.clone());
-    empty_device_contiguous_dtype(client, device, tensor.meta.shape().clone(), tensor.dtype)
+    result(client, device, tensor.meta.shape().clone(), tensor.dtype)
 }
 
 /// Returns the sum over all axes except the last: the gradient of a bias.

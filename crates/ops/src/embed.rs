@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use kernels::embed::{Embed, EmbedOperands, EmbedProblem, Learned};
 
 use crate::call::{
-    Call, Optional, as_int32, empty_like, float_of, on_cubecl, same_dtype, same_shape, size_of,
+    Call, Optional, as_int32, float_of, on_cubecl, result_like, same_dtype, same_shape, size_of,
 };
 use crate::layout::rows_of;
 use crate::{Ctx, OpError};
@@ -95,7 +95,7 @@ impl EmbedOps for CubeBackend {
         call: Call,
     ) -> CubeTensor {
         let shape = [problem.tokens() as usize, problem.hidden as usize];
-        let out = empty_like(&table, shape, problem.dtype);
+        let out = result_like(&table, shape, problem.dtype);
         let handle = |tensor| into_contiguous(tensor).handle;
         let (table, table_stride) = rows_of(table);
         let (positions, positions_stride) = positions.into_option().map(rows_of).unzip();

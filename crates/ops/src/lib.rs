@@ -28,6 +28,7 @@
 
 mod activate;
 mod allocation;
+mod arena;
 mod attention;
 mod call;
 mod capture;
@@ -52,6 +53,7 @@ mod upload;
 
 pub use activate::{activate, activate_memory};
 pub use allocation::check_allocation;
+pub use arena::{Arena, apart};
 pub use attention::{
     Packing, attention, attention_backward, attention_memory, attention_packed,
     attention_packed_with_lse, attention_with_lse,

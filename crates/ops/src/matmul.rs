@@ -27,7 +27,6 @@ use burn::backend::{
 use burn::tensor::{FloatDType, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::matmul::{
     Activation, Batches, Layout, Matmul, MatmulOperands, MatmulProblem, Operand, Precision,
@@ -35,6 +34,7 @@ use kernels::matmul::{
 use kernels::norm::{NormKind, NormProblem};
 use tune::Kernel;
 
+use crate::arena::result;
 use crate::call::{
     Call, Optional, Parts, cube_of, dtype_of, float_dtype, float_of, on_cubecl, same_dtype,
     same_shape, size_of, summed_over_rows,
@@ -348,12 +348,7 @@ impl MatmulOps for CubeBackend {
             let (lhs, parts) = normalised(lhs, parts, spec.norm, &call);
             return Self::product(lhs, rhs, parts, Spec { norm: None, ..spec }, call);
         }
-        let out = empty_device_contiguous_dtype(
-            lhs.client.clone(),
-            lhs.device.clone(),
-            shape,
-            spec.out.into(),
-        );
+        let out = result(lhs.client.clone(), lhs.device.clone(), shape, spec.out.into());
         let operands = MatmulOperands {
             lhs: lhs.handle.clone(),
             rhs: rhs.handle,

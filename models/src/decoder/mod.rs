@@ -41,7 +41,7 @@ use ops::{
 };
 
 use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
-pub use backward::{Gradients, Parking, Recompute, Trained};
+pub use backward::{Activations, Gradients, Parking, Recompute, Trained};
 pub use batch::Example;
 pub use cache::KvCache;
 pub(crate) use cells::dequantized_bytes;

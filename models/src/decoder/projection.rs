@@ -5,8 +5,8 @@ use std::ops::Range;
 use burn::tensor::kind::Basic;
 use burn::tensor::{FloatDType, Tensor};
 use ops::{
-    Activation, Ctx, Epilogue, NormKind, OpError, QuantizedWeight, RowNorm, activate, linear,
-    quantized_glu, quantized_linear, takes_norm,
+    Activation, Ctx, Epilogue, NormKind, OpError, QuantizedWeight, RowNorm, activate, apart,
+    linear, quantized_glu, quantized_linear, takes_norm,
 };
 use quant::WeightFormat;
 
@@ -171,8 +171,8 @@ impl Projection {
     ) -> Result<Tensor<2>, OpError> {
         let Some(unmerged) = &self.unmerged else { return self.matrices_of(ctx, x, epilogue) };
         let Some(activation) = epilogue.activation else {
-            let residual = Some(unmerged.apply(ctx, x.clone(), epilogue.residual)?);
-            return self.matrices_of(ctx, x, Epilogue { residual, ..epilogue });
+            let residual = apart(|| unmerged.apply(ctx, x.clone(), epilogue.residual))?;
+            return self.matrices_of(ctx, x, Epilogue { residual: Some(residual), ..epilogue });
         };
         // The activation applies to the sum with the LoRA.
         let residual = Some(unmerged.apply(ctx, x.clone(), None)?);
@@ -204,7 +204,7 @@ impl Projection {
                 residual: epilogue.residual.as_ref().map(columns),
                 ..epilogue.clone()
             };
-            parts.push(self.one(ctx, x.clone(), matrix, own)?);
+            parts.push(apart(|| self.one(ctx, x.clone(), matrix, own))?);
             from = to;
         }
         Ok(Tensor::cat(parts, 1))

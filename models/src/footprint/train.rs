@@ -6,17 +6,18 @@
 //! gradients    of all trained values, in f32
 //! optimizer    two moments per trained value, in f32, in bf16, or in bytes with an f32 per 256
 //! host         of these, what is offloaded; the device then holds buffers for a part of it at a time
+//! saved        what layers keep for their gradients
 //! activations  the sum of these:
-//!                what all layers keep, and an adapter's factors in the compute dtype
+//!                an adapter's factors in the compute dtype
 //!                loss        the logits of some rows, and rows of the residual stream
 //!                backward    of the uppermost layer: what it keeps while it runs, its gradients, and a dense copy of its
 //!                            largest weight if that is quantised
 //! ```
 //!
-//! Loss and backward pass are not live together, but what the layers keep lies between what each of them freed: the logits find no
-//! place of their size there.
+//! Loss and backward pass are not live together, but they free tensors of other sizes than they take: the logits find no place of
+//! their size.
 
-use ops::{MemoryProfile, pool_overhead};
+use ops::{Arena, MemoryProfile, pool_overhead};
 
 use super::Footprint;
 use super::layers::Rows;
@@ -112,11 +113,11 @@ impl Rows<'_> {
         let micro_batches = if offloaded { training.micro_batches as u128 } else { 1 };
         // Of each layer, and the gradient of one.
         let waiting = micro_batches * (state.layers as u128 + 1) * x;
-        let (kept, parked) = match (inputs, offloaded) {
+        let (kept, saved, parked) = match (inputs, offloaded) {
             // Two matrices arrive while one leaves.
-            (true, _) => (4 * x, waiting + micro_batches * x),
-            (false, true) => (waiting, 0),
-            (false, false) => (state.layers as u128 * self.kept(recompute), 0),
+            (true, _) => (4 * x, 0, waiting + micro_batches * x),
+            (false, true) => (waiting, 0, 0),
+            (false, false) => (0, state.layers as u128 * self.kept(recompute), 0),
         };
         let kept = kept + state.factors;
         // The gradient dequantises the weight for any number of rows.
@@ -134,6 +135,8 @@ impl Rows<'_> {
             gradients,
             optimizer,
             host: host + parked,
+            saved,
+            saved_layers: state.layers,
             activations,
             pool_overhead: pool_overhead(activations, self.config.buffers()),
             ..Footprint::default()
@@ -145,19 +148,31 @@ impl Rows<'_> {
         let Self { rows, q, kv, hidden, inner, .. } = self;
         let config = self.config;
         let x = self.wide(hidden);
-        let post = if config.placement == Placement::BeforeAndAfter { x } else { 0 };
-        // QK norms have results of their own.
-        let heads = self.wide(q + 2 * kv) + if config.qk_norm { self.wide(q + kv) } else { 0 };
-        let lse = 4 * rows * config.heads as u128;
-        let attention = x + heads + self.wide(q) + lse + post;
-        let gate = if config.ffn == Ffn::Gated { 2 } else { 1 };
-        let feed_forward = gate * self.wide(inner) + post;
-        x + match recompute {
-            Recompute::Layers => 0,
-            Recompute::FeedForward => attention,
-            Recompute::Norms => attention + feed_forward,
-            Recompute::Nothing => attention + feed_forward + 2 * x,
+        let mut kept = vec![x];
+        let post = config.placement == Placement::BeforeAndAfter;
+        if recompute != Recompute::Layers {
+            let lse = 4 * rows * config.heads as u128;
+            // Queries, keys and values; the result; the output.
+            kept.extend([self.wide(q + 2 * kv), self.wide(q), lse, x]);
+            // QK norms have results of their own.
+            kept.extend(
+                config.qk_norm.then(|| [self.wide(q), self.wide(kv)]).into_iter().flatten(),
+            );
+            kept.extend(post.then_some(x));
         }
+        if matches!(recompute, Recompute::Norms | Recompute::Nothing) {
+            let inner = self.wide(inner);
+            match (config.ffn, self.precision.joins_gate(config.ffn)) {
+                (Ffn::Plain, _) => kept.push(inner),
+                (Ffn::Gated, true) => kept.push(2 * inner),
+                (Ffn::Gated, false) => kept.extend([inner, inner]),
+            }
+            kept.extend(post.then_some(x));
+        }
+        if recompute == Recompute::Nothing {
+            kept.extend([x, x]);
+        }
+        Arena::bytes_for(kept)
     }
 
     /// Returns the bytes of the rows of the loss, and of the logits of some of them.

@@ -6,11 +6,12 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use checkpoint::Checkpoint;
 use models::export::{read_buffers, write_buffers};
 use models::{
-    AdamWOptions, Decoder, Example, FlatWeights, Gradients, HostWeights, LossScale, Master,
-    MuonOptions, Offload, Optimizer, Param, Parameters, Parking, Recompute, Side, Trained, Weights,
+    Activations, AdamWOptions, Decoder, Example, FlatWeights, Gradients, HostWeights, KvFormat,
+    LossScale, Master, ModelPrecision, MuonOptions, Offload, Optimizer, Param, Parameters, Parking,
+    Recompute, Side, Trained, Training, Weights, Workload,
 };
-use ops::Ctx;
 use ops::training::{Link, Moments, link};
+use ops::{Ctx, MemoryProfile};
 use suite::decoder::floats;
 
 use crate::{fixture, open};
@@ -42,11 +43,15 @@ impl Model {
 
     /// Adds the gradient of `weight` · loss of a batch, and returns the loss.
     fn learn(&self, batch: &[Example], weight: f64, recompute: Recompute) -> f64 {
+        self.learn_in(batch, weight, &recompute.into())
+    }
+
+    fn learn_in(&self, batch: &[Example], weight: f64, activations: &Activations) -> f64 {
         let one = Tensor::<1>::from_data(TensorData::new(vec![1.0f32], [1]), &Device::cpu());
         let scale = (weight, one);
         let (loss, _) = self
             .decoder
-            .add_gradients(Trained::Weights(&self.flat), &self.gradients, batch, scale, recompute)
+            .add_gradients(Trained::Weights(&self.flat), &self.gradients, batch, scale, activations)
             .expect("a batch");
         f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0])
     }
@@ -176,6 +181,39 @@ fn recomputing_changes_no_bit() {
         let kept = run(Recompute::Nothing);
         for recompute in Recompute::ALL {
             assert!(run(recompute) == kept, "{name} {recompute:?}");
+        }
+    }
+}
+
+/// What layers keep takes the planned bytes, and memory for it changes no bit.
+#[test]
+fn kept_activations_take_what_is_planned() {
+    for name in FULL {
+        let (batch, ..) = golden(name);
+        let seq = batch.iter().map(Example::rows).max().expect("not empty");
+        for recompute in Recompute::ALL {
+            let model = Model::open(name);
+            let training = Training { recompute, ..Training::default() };
+            let workload = Workload { training: Some(training), ..Workload::new(batch.len(), seq) };
+            let precision = ModelPrecision {
+                dtype: FloatDType::F32,
+                tf32: false,
+                weight_format: None,
+                kv: KvFormat::Float,
+                lora_columns: 0,
+            };
+            let config = model.weights.config();
+            let parts = config.footprint(precision, 0, &workload, MemoryProfile::LEAST);
+            let parts = parts.expect("every layer is adapted");
+            let activations = Activations::new(recompute, &parts, &Device::cpu());
+            let pools = Model::open(name);
+            for _ in 0..2 {
+                let loss = model.learn_in(&batch, 0.25, &activations);
+                assert!(loss.to_bits() == pools.learn(&batch, 0.25, recompute).to_bits());
+            }
+            assert!(model.sums() == pools.sums(), "{name} {recompute:?}");
+            let planned = parts.saved / parts.saved_layers as u128;
+            assert_eq!(u128::from(activations.needed()), planned, "{name} {recompute:?}");
         }
     }
 }

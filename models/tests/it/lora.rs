@@ -65,7 +65,7 @@ fn learned(
     let trained = Trained::Adapter(&flat);
     let scale = Tensor::ones([1], decoder.device());
     let (loss, tokens) = decoder
-        .add_gradients(trained, &gradients, batch, (weight, scale), recompute)
+        .add_gradients(trained, &gradients, batch, (weight, scale), &recompute.into())
         .expect("a batch");
     assert_eq!(tokens, batch.iter().map(Example::learned).sum::<usize>());
     let numbers = |made: Tensor<1>| made.into_data().try_to_vec::<f32>().expect("f32");
@@ -545,7 +545,13 @@ fn a_batch_that_teaches_nothing_is_refused() {
     let refused = |batch: &[Example]| {
         let scale = (1.0, Tensor::ones([1], decoder.device()));
         decoder
-            .add_gradients(Trained::Adapter(&flat), &gradients, batch, scale, Recompute::Layers)
+            .add_gradients(
+                Trained::Adapter(&flat),
+                &gradients,
+                batch,
+                scale,
+                &Recompute::Layers.into(),
+            )
             .expect_err("refused")
             .to_string()
     };

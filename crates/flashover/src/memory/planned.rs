@@ -141,7 +141,7 @@ impl PlannedModel {
             gradients_bytes: narrowed(parts.gradients),
             optimizer_bytes: narrowed(parts.optimizer),
             host_bytes: narrowed(parts.host),
-            activations_bytes: narrowed(parts.activations),
+            activations_bytes: narrowed(parts.saved + parts.activations),
             workspace_bytes: narrowed(parts.workspace + parts.graph + parts.pool_overhead),
             other_bytes: narrowed(others.next_to(parts.transient())),
             largest_batch: known(largest(MAX_SEQUENCES, |batch| fits(with_batch(batch)))),

@@ -16,8 +16,8 @@ use std::sync::Arc;
 
 use burn::tensor::{FloatDType, Tensor};
 use models::{
-    FlatAdapter, FlatWeights, Footprint, Gradients, LossScale, Master, Optimizer, Parking, Trained,
-    Workload,
+    Activations, FlatAdapter, FlatWeights, Footprint, Gradients, LossScale, Master, Optimizer,
+    Parking, Trained, Workload,
 };
 use ops::training::{Control, Link, link};
 use serde::Serialize;
@@ -128,6 +128,8 @@ pub struct Trainer {
     done: usize,
     /// Workload with reserved memory.
     reserved: Option<Workload>,
+    /// Memory for what layers keep.
+    activations: Activations,
     grant: Option<Grant>,
     /// Dropped last, because the last user of a model frees its memory pages.
     engine: Engine,
@@ -221,6 +223,7 @@ impl Trainer {
         (schedule, optimizer): (Schedule, AdamWOptions),
         link: Option<Arc<Link>>,
     ) -> Self {
+        let training_recompute = training.recompute;
         Self {
             schedule,
             optimizer,
@@ -230,6 +233,7 @@ impl Trainer {
             state: None,
             done: 0,
             reserved: None,
+            activations: training_recompute.into(),
             grant: None,
             engine,
         }
@@ -280,14 +284,17 @@ impl Trainer {
 
     /// Allocates a page for a step, and the state if it is not there yet.
     fn allocate(&mut self, parts: &Footprint) -> Result<(), TrainError> {
+        let recompute = self.training.recompute;
+        self.activations = recompute.into();
         self.engine.clear_cache()?;
         let (kept, transient) = (parts.kept(), parts.transient());
-        let new = if self.state.is_none() { kept } else { 0 };
+        let new = if self.state.is_none() { kept } else { parts.saved };
         check_free(self.engine.device(), new + transient)?;
         if self.state.is_none() {
             check_host(parts.host)?;
             self.state = Some(self.first_state()?);
         }
+        self.activations = Activations::new(recompute, parts, self.engine.decoder().device());
         Ok(self.engine.reserve_page(transient)?)
     }
 
@@ -378,7 +385,7 @@ impl Trainer {
         let trained = trained(&self.subject, adapter.as_ref());
         let (weight, scale) = (1.0 / tokens.max(1) as f64, optimizer.scale());
         gradients.clear(decoder.ctx())?;
-        let Training { recompute, offload, .. } = self.training;
+        let offload = self.training.offload;
         // Each group passes through the model together.
         let at_once = if offload.gradients { usize::MAX } else { 1 };
         let (mut rest, mut sum) = (micro_batches.peekable(), None::<Tensor<1>>);
@@ -396,7 +403,7 @@ impl Trainer {
                 loss
             } else {
                 let batch = rest.next().expect("just seen")?;
-                decoder.add_gradients(trained, gradients, &batch, weight, recompute)?.0
+                decoder.add_gradients(trained, gradients, &batch, weight, &self.activations)?.0
             };
             let _stream_guard = ops::stream_guard();
             sum = Some(match sum {

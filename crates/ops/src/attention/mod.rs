@@ -22,7 +22,6 @@ use burn::backend::{
 use burn::tensor::{Bool, FloatDType, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use kernels::attention::backward::{AttentionBackward, BackwardOperands, BackwardProblem};
 use kernels::attention::{
@@ -31,8 +30,9 @@ use kernels::attention::{
 };
 use tune::{Infeasible, Kernel};
 
+use crate::arena::result;
 use crate::call::{
-    Call, Optional, empty_like, float_of, like, on_cubecl, same_dtype, same_shape, size_of,
+    Call, Optional, float_of, like, on_cubecl, result_like, same_dtype, same_shape, size_of,
 };
 use crate::offsets::u32_buffer;
 use crate::{Ctx, OpError};
@@ -501,7 +501,7 @@ impl Launch {
 pub(crate) fn log_sums_like(q: &CubeTensor) -> CubeTensor {
     let rows = Shape::new([q.meta.shape()[0], q.meta.shape()[1], q.meta.shape()[2]]);
     let float = burn::tensor::DType::F32;
-    empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), rows, float)
+    result(q.client.clone(), q.device.clone(), rows, float)
 }
 
 pub(crate) fn forced(implementation: Implementation, why: &Infeasible) -> OpError {
@@ -525,7 +525,7 @@ fn in_order_of(heads: &CubeTensor) -> CubeTensor {
         return like(heads);
     }
     let dtype = float_of(heads.dtype).expect("checked before");
-    let mut made = empty_like(heads, [shape[0], shape[2], shape[1], shape[3]], dtype);
+    let mut made = result_like(heads, [shape[0], shape[2], shape[1], shape[3]], dtype);
     made.meta.swap(1, 2);
     made
 }

@@ -13,7 +13,7 @@ use kernels::norm::NormProblem;
 use kernels::quantized::{Launcher, QuantizedMatmul, QuantizedMatmulOperands, Weight};
 use tune::Kernel;
 
-use crate::call::{Call, Parts, empty_like, float_of, size_of};
+use crate::call::{Call, Parts, empty_like, float_of, result_like, size_of};
 use crate::int32_buffers::int32_tensor;
 use crate::norm::{NormOps, normalised};
 use crate::{Ctx, OpError};
@@ -142,7 +142,7 @@ impl QuantizedOps for CubeBackend {
         let x = into_contiguous(x);
         let m = x.meta.shape()[0];
         let n = spec.weight.shape()[0] as usize / if spec.glu { 2 } else { 1 };
-        let out = empty_like(&x, [m, n], spec.dtype);
+        let out = result_like(&x, [m, n], spec.dtype);
         let launched = call.ctx.device(&out.device).and_then(|device| {
             let epilogue = Epilogue {
                 bias: parts.bias.is_present(),

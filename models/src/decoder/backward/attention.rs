@@ -7,6 +7,7 @@ use ops::training::{attention_backward, rotate};
 use ops::{AttentionOptions, NormWeights, attention_with_lse, columns, shared_columns};
 
 use super::Pass;
+use super::layer::Place;
 use crate::names::{Part, Slot};
 use crate::{DecoderConfig, Error};
 
@@ -29,21 +30,28 @@ pub(super) struct Attention {
 
 impl Pass<'_> {
     /// Runs the block for x `[rows, hidden]`.
-    pub(super) fn attention(&self, index: usize, x: Tensor<2>) -> Result<Attention, Error> {
+    pub(super) fn attention(
+        &self,
+        index: usize,
+        x: Tensor<2>,
+        place: Place<'_>,
+    ) -> Result<Attention, Error> {
         let layer = self.weights(index);
-        let y = self.norm(&layer.attention_norm, x.clone(), None)?;
-        let qkv = self.apply(&layer.qkv, y.clone(), None)?;
+        let y = place.keep_norm(|| self.norm(&layer.attention_norm, x.clone(), None))?;
+        let qkv = place.keep(|| self.apply(&layer.qkv, y.clone(), None))?;
         let raw = layer.qk_norm.is_some().then(|| qkv.clone());
-        let heads = self.heads(index, qkv)?;
+        let heads = place.keep(|| self.heads(index, qkv))?;
         let ([q, k, v], options) = (heads.clone(), self.attention_options(index));
-        let (attended, lse) = attention_with_lse(&self.decoder.ctx, q, k, v, None, None, options)?;
+        let (attended, lse) = place
+            .keep(|| Ok(attention_with_lse(&self.decoder.ctx, q, k, v, None, None, options)?))?;
         let attended = self.decoder.paced(attended)?;
         let a = self.flat(attended.clone());
         let (middle, projected) = match &layer.attention_post_norm {
-            None => (self.apply(&layer.out, a, Some(x))?, None),
+            None => (place.keep(|| self.apply(&layer.out, a, Some(x)))?, None),
             Some(norm) => {
-                let projected = self.apply(&layer.out, a, None)?;
-                (self.norm(norm, projected.clone(), Some(x))?, Some(projected))
+                let projected = place.keep(|| self.apply(&layer.out, a, None))?;
+                let middle = place.keep(|| self.norm(norm, projected.clone(), Some(x)))?;
+                (middle, Some(projected))
             }
         };
         Ok(Attention { y: Some(y), raw, heads, attended, lse, projected, middle })

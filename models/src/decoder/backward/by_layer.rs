@@ -75,7 +75,7 @@ impl Step<'_> {
                 self.parking.fetch(next)?;
             }
             let x = self.parking.tensor(&mut inputs[index])?;
-            let (out, _) = pass.forward(layer, x, Recompute::Layers)?;
+            let (out, _) = pass.forward(layer, x, Recompute::Layers, [None; 2])?;
             results.push(self.parking.park(out, self.passes.len() == 1)?);
         }
         Ok(Some(results))

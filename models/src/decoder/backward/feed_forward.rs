@@ -5,6 +5,7 @@ use ops::training::{activate, activation_backward};
 use ops::{columns, shared_columns};
 
 use super::Pass;
+use super::layer::Place;
 use crate::Error;
 use crate::decoder::projection::{Ffn, Projection};
 use crate::names::{Part, Slot};
@@ -24,17 +25,18 @@ pub(super) struct FeedForward {
 }
 
 impl Pass<'_> {
-    /// Runs the block for m `[rows, hidden]`. With `last` false, its output is left out unless the gradients need it.
+    /// Runs the block for m `[rows, hidden]`. Without a `last` place its output is left out, unless the gradients need it.
     pub(super) fn feed_forward(
         &self,
         index: usize,
         m: &Tensor<2>,
-        last: bool,
+        place: Place<'_>,
+        last: Option<Place<'_>>,
     ) -> Result<(Option<Tensor<2>>, FeedForward), Error> {
         let (layer, config) = (self.weights(index), &self.decoder.config);
-        let y = self.norm(&layer.ffn_norm, m.clone(), None)?;
+        let y = place.keep_norm(|| self.norm(&layer.ffn_norm, m.clone(), None))?;
         let inner = layer.ffn.inner_projections();
-        let made = self.apply(&inner[0], y.clone(), None)?;
+        let made = place.keep(|| self.apply(&inner[0], y.clone(), None))?;
         let (z, up, joint) = match (&layer.ffn, &inner[..]) {
             (Ffn::Joint { .. }, _) => {
                 let half = config.ffn_hidden;
@@ -48,19 +50,23 @@ impl Pass<'_> {
                     }
                 }
             }
-            (_, [_, up]) => (made, Some(self.apply(up, y.clone(), None)?), None),
+            (_, [_, up]) => (made, Some(place.keep(|| self.apply(up, y.clone(), None))?), None),
             _ => (made, None, None),
         };
         let (mut out, mut input) = (None, None);
-        if last || layer.ffn_post_norm.is_some() {
+        if last.is_some() || layer.ffn_post_norm.is_some() {
             let h = activate(&self.decoder.ctx, z.clone(), up.clone(), config.activation)?;
             let (h, down) = (self.decoder.paced(h)?, layer.ffn.down());
             match &layer.ffn_post_norm {
-                None => out = Some(self.apply(down, h, Some(m.clone()))?),
+                None => {
+                    let last = last.unwrap_or_default();
+                    out = Some(last.keep(|| self.apply(down, h, Some(m.clone())))?);
+                }
                 Some(norm) => {
-                    let down = self.apply(down, h, None)?;
-                    if last {
-                        out = Some(self.norm(norm, down.clone(), Some(m.clone()))?);
+                    let down = place.keep(|| self.apply(down, h, None))?;
+                    if let Some(last) = last {
+                        let normal = || self.norm(norm, down.clone(), Some(m.clone()));
+                        out = Some(last.keep(normal)?);
                     }
                     input = Some(down);
                 }

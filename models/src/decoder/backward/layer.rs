@@ -22,7 +22,7 @@
 
 use burn::tensor::{DType, Tensor};
 use ops::training::{NormGradients, add_column_sums, add_product, norm_backward};
-use ops::{Epilogue, NormWeights, columns, matmul};
+use ops::{Arena, Epilogue, NormWeights, columns, matmul};
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
@@ -47,6 +47,30 @@ impl Kept {
     /// Keeps the input alone: both blocks run forward again.
     pub(super) const fn input(x: Tensor<2>) -> Self {
         Self { x, attention: None, feed_forward: None }
+    }
+}
+
+/// Memory for results of a block.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Place<'a> {
+    /// None for the pools.
+    pub(super) arena: Option<&'a Arena>,
+    /// True if results of norms are kept too.
+    norms: bool,
+}
+
+impl Place<'_> {
+    /// Runs ops whose results are kept.
+    pub(super) fn keep<T>(self, run: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+        match self.arena {
+            Some(arena) => arena.keep(run)?,
+            None => run(),
+        }
+    }
+
+    /// Runs a norm whose result is kept if all norms are.
+    pub(super) fn keep_norm<T>(self, run: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+        if self.norms { self.keep(run) } else { run() }
     }
 }
 
@@ -86,15 +110,22 @@ impl Pass<'_> {
         self.decoder.paced(projection.apply(&self.decoder.ctx, x, epilogue)?)
     }
 
-    /// Returns the output of a layer for x `[rows, hidden]`, and what its gradients need.
+    /// Returns the output of a layer for x `[rows, hidden]`, and what its gradients need. `memory` holds the latter, and `next` the
+    /// output, if they are given.
     pub(super) fn forward(
         &self,
         index: usize,
         x: Tensor<2>,
         recompute: Recompute,
+        [memory, next]: [Option<&Arena>; 2],
     ) -> Result<(Tensor<2>, Kept), Error> {
-        let mut attention = self.attention(index, x.clone())?;
-        let (out, mut feed_forward) = self.feed_forward(index, &attention.middle, true)?;
+        let norms = recompute == Recompute::Nothing;
+        let place = |keeps: bool| Place { arena: memory.filter(|_| keeps), norms };
+        let attends = place(recompute != Recompute::Layers);
+        let mut attention = self.attention(index, x.clone(), attends)?;
+        let feeds = place(matches!(recompute, Recompute::Nothing | Recompute::Norms));
+        let last = Some(Place { arena: next, norms });
+        let (out, mut feed_forward) = self.feed_forward(index, &attention.middle, feeds, last)?;
         if recompute != Recompute::Nothing {
             (attention.y, feed_forward.y) = (None, None);
         }
@@ -113,11 +144,12 @@ impl Pass<'_> {
         dout: Tensor<2>,
         below: bool,
     ) -> Result<Option<Tensor<2>>, Error> {
-        let attention = attention.map_or_else(|| self.attention(index, x.clone()), Ok)?;
+        let none = Place::default();
+        let attention = attention.map_or_else(|| self.attention(index, x.clone(), none), Ok)?;
         let m = attention.middle.clone();
         let feed_forward = match feed_forward {
             Some(own) => own,
-            None => self.feed_forward(index, &m, false)?.1,
+            None => self.feed_forward(index, &m, none, None)?.1,
         };
         let dm = self.feed_forward_backward(index, m, feed_forward, dout)?;
         self.attention_backward(index, x, attention, dm, below)

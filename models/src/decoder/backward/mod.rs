@@ -28,7 +28,8 @@ mod parking;
 
 use std::ops::Range;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
+use ops::Arena;
 use ops::training::embed_backward;
 
 use super::batch::TrainBatch;
@@ -37,7 +38,7 @@ use super::flat_adapter::FlatAdapter;
 use super::{Decoder, rounded};
 use crate::names::Slot;
 use crate::parameters::Group;
-use crate::{Error, Example, Parameters};
+use crate::{Error, Example, Footprint, Parameters};
 use factors::Factors;
 use layer::Kept;
 
@@ -70,6 +71,37 @@ impl Recompute {
             Self::Norms => "norms",
             Self::Nothing => "nothing",
         }
+    }
+}
+
+/// What layers keep for their gradients, and memory for it.
+#[derive(Debug)]
+pub struct Activations {
+    recompute: Recompute,
+    /// One for each layer that has gradients; none for the pools.
+    arenas: Vec<Arena>,
+}
+
+impl From<Recompute> for Activations {
+    /// Keeps them in pools.
+    fn from(recompute: Recompute) -> Self {
+        Self { recompute, arenas: Vec::new() }
+    }
+}
+
+impl Activations {
+    /// Allocates the memory of a footprint: a batch of more rows takes the rest from pools.
+    pub fn new(recompute: Recompute, parts: &Footprint, device: &Device) -> Self {
+        let layers = parts.saved_layers as u128;
+        let bytes = parts.saved.checked_div(layers).unwrap_or(0);
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let layers = if bytes == 0 { 0 } else { parts.saved_layers };
+        Self { recompute, arenas: (0..layers).map(|_| Arena::new(bytes, device)).collect() }
+    }
+
+    /// Returns the bytes that the last batch kept of the layer that kept the most.
+    pub fn needed(&self) -> u64 {
+        self.arenas.iter().map(Arena::needed).max().unwrap_or(0)
     }
 }
 
@@ -140,13 +172,16 @@ impl Pass<'_> {
     fn through_layers(
         &self,
         lowest: usize,
-        recompute: Recompute,
+        activations: &Activations,
     ) -> Result<(Tensor<2>, Vec<Kept>), Error> {
-        let mut x = self.batch.embedded(self.decoder)?;
+        let arena = |index: usize| activations.arenas.get(index.checked_sub(lowest)?);
+        let embedded = || self.batch.embedded(self.decoder);
+        let mut x = arena(0).map_or_else(embedded, |arena| arena.keep(embedded)?)?;
         let mut kept = Vec::new();
         for index in 0..self.decoder.layers.len() {
             let _layer = trace::span(|| format!("layer {index}"));
-            let (out, own) = self.forward(index, x, recompute)?;
+            let memory = [arena(index), arena(index + 1)];
+            let (out, own) = self.forward(index, x, activations.recompute, memory)?;
             if index >= lowest {
                 kept.push(own);
             }
@@ -189,14 +224,15 @@ impl Decoder {
         gradients: &Gradients,
         batch: &[Example],
         (weight, scale): (f64, Tensor<1>),
-        recompute: Recompute,
+        activations: &Activations,
     ) -> Result<(Tensor<1>, usize), Error> {
         let _stream_guard = ops::stream_guard();
+        activations.arenas.iter().for_each(Arena::clear);
         let batch = &TrainBatch::new(self, batch)?;
         let learns = Learns::new(self, trained)?;
         let lowest = learns.lowest();
         let pass = Pass { decoder: self, batch, learns: &learns, gradients: Some(gradients) };
-        let (x, kept) = pass.through_layers(lowest, recompute)?;
+        let (x, kept) = pass.through_layers(lowest, activations)?;
         let (loss, dx) = pass.loss(x, Some((weight, scale)))?;
         let dx = pass.back_through_layers(kept, dx.expect("it is asked for"), lowest)?;
         if let (Trained::Weights(flat), Some(dx)) = (trained, dx) {
@@ -237,7 +273,7 @@ impl Decoder {
         let batch = &TrainBatch::new(self, batch)?;
         let learns = Learns::new(self, trained)?;
         let pass = Pass { decoder: self, batch, learns: &learns, gradients: None };
-        let (x, _) = pass.through_layers(self.layers.len(), Recompute::Layers)?;
+        let (x, _) = pass.through_layers(self.layers.len(), &Recompute::Layers.into())?;
         Ok((pass.loss(x, None)?.0, batch.count))
     }
 
