@@ -215,11 +215,11 @@ fn training(device: &Device) {
         from: 0,
     };
     let batch = |sequences| vec![(0..sequences).map(|seed| example(seed, 256)).collect::<Vec<_>>()];
-    // Small buffers in a large model's page keep the page after the model is dropped, so the smallest model runs first.
+    // Small buffers in a large page keep the page after the model is dropped, so the smallest pages come first.
     for (quant, recompute) in [
-        (Some(WeightFormat::Nf4), Recompute::Layers),
-        (None, Recompute::Layers),
         (None, Recompute::Nothing),
+        (None, Recompute::Layers),
+        (Some(WeightFormat::Nf4), Recompute::Layers),
     ] {
         let load = |budget| {
             let options = EngineOptions { quant, budget, ..EngineOptions::default() };

@@ -1,6 +1,7 @@
 //! A training batch on a device.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use ops::Packing;
 use ops::training::{IGNORED, RowSegments};
 
 use super::memory::tables;
@@ -29,14 +30,16 @@ impl Example {
     }
 }
 
-/// A batch on the device: all tokens of each sequence but the last, which is only a target. Rows are padded on the right to the
-/// longest sequence. A causal model does not attend to the padding, and the loss ignores it.
+/// A batch on the device: all tokens of each sequence but the last, which is only a target. Sequences of different lengths are
+/// packed one after the other, without padding.
 pub(super) struct TrainBatch {
-    batch: usize,
-    seq: usize,
-    /// `[batch, seq]`
-    tokens: Tensor<2, Int>,
-    /// Position of each row, `[batch · seq]`.
+    /// Number of sequences, and their length; `[1, rows]` for packed sequences.
+    shape: [usize; 2],
+    /// Offsets of packed sequences.
+    pub(super) packing: Option<Packing>,
+    /// `[rows]`
+    tokens: Tensor<1, Int>,
+    /// Position of each row, `[rows]`.
     pub(super) positions: Tensor<1, Int>,
     /// Tokens and positions of each row, on the host.
     pub(super) looked_up: LookedUp,
@@ -82,17 +85,21 @@ impl TrainBatch {
             return Err(Error::Context { need: seq, max_seq });
         }
         batch.iter().try_for_each(|own| config.check_tokens(&own.tokens))?;
-        let (mut tokens, mut targets) = (Vec::new(), Vec::new());
-        for Example { tokens: own, from } in batch {
-            let begin = targets.len();
-            targets.resize(begin + seq, IGNORED);
-            for (at, token) in own.iter().enumerate().skip((*from).max(1)) {
-                targets[begin + at - 1] = *token;
-            }
-            tokens.extend(&own[..own.len() - 1]);
-            tokens.resize(begin + seq, 0);
+        let (mut tokens, mut targets, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        let mut offsets = vec![0];
+        for example in batch {
+            let own = &example.tokens;
+            tokens.extend(&own[..example.rows()]);
+            positions.extend(0..example.rows() as u32);
+            targets.extend(own.iter().enumerate().skip(1).map(|(at, token)| match at {
+                at if at < example.from => IGNORED,
+                _ => *token,
+            }));
+            offsets.push(tokens.len() as u32);
         }
-        let positions: Vec<u32> = (0..tokens.len()).map(|row| (row % seq) as u32).collect();
+        let apart = batch.iter().any(|own| own.rows() != seq);
+        let packing = apart.then(|| Packing::new(&offsets, &offsets)).transpose()?;
+        let shape = if apart { [1, tokens.len()] } else { [batch.len(), seq] };
         // Selecting the rows costs a copy of them, and saves the logits of the others.
         let few = count < tokens.len() / 8 * 7;
         let rows = few.then(|| {
@@ -108,9 +115,9 @@ impl TrainBatch {
             Tensor::<1, Int>::from_data(TensorData::new(words, [len]), (device, DType::I32))
         };
         Ok(Self {
-            batch: batch.len(),
-            seq,
-            tokens: list(&tokens).reshape([batch.len(), seq]),
+            shape,
+            packing,
+            tokens: list(&tokens),
             positions: list(&positions),
             rows: rows.as_deref().map(list),
             targets: list(&targets),
@@ -121,18 +128,20 @@ impl TrainBatch {
         })
     }
 
-    /// Returns the number of sequences, and the length of the longest.
+    /// Returns the number of sequences, and their length; `[1, rows]` for packed sequences.
     pub(super) const fn shape(&self) -> [usize; 2] {
-        [self.batch, self.seq]
+        self.shape
     }
 
-    /// Returns the embeddings, `[batch · seq, hidden]`.
+    /// Returns the embeddings, `[rows, hidden]`.
     pub(super) fn embedded(&self, decoder: &Decoder) -> Result<Tensor<2>, Error> {
         let _part = trace::span(|| "embedding");
-        let start = Tensor::zeros([self.batch], (&decoder.device, DType::I32));
+        // Each row is a sequence of one token, which begins at its position.
+        let (rows, start) = (self.tokens.dims()[0], self.positions.clone());
+        let tokens = self.tokens.clone().reshape([rows, 1]);
         let scale = decoder.config.embedding_scale;
         let scale = scale.map_or(1.0, |scale| rounded(scale, decoder.dtype));
         let (table, positions) = (decoder.embedding.clone(), decoder.positions.clone());
-        Ok(ops::embed(&decoder.ctx, self.tokens.clone(), table, start, positions, scale)?)
+        Ok(ops::embed(&decoder.ctx, tokens, table, start, positions, scale)?)
     }
 }

@@ -4,7 +4,10 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 use ops::training::{attention_backward, rotate};
-use ops::{AttentionOptions, NormWeights, attention_with_lse, columns, shared_columns};
+use ops::{
+    AttentionOptions, NormWeights, attention_packed_with_lse, attention_with_lse, columns,
+    shared_columns,
+};
 
 use super::Pass;
 use super::layer::Place;
@@ -42,8 +45,13 @@ impl Pass<'_> {
         let raw = layer.qk_norm.is_some().then(|| qkv.clone());
         let heads = place.keep(|| self.heads(index, qkv))?;
         let ([q, k, v], options) = (heads.clone(), self.attention_options(index));
-        let (attended, lse) = place
-            .keep(|| Ok(attention_with_lse(&self.decoder.ctx, q, k, v, None, None, options)?))?;
+        let ctx = &self.decoder.ctx;
+        let (attended, lse) = place.keep(|| {
+            Ok(match &self.batch.packing {
+                None => attention_with_lse(ctx, q, k, v, None, None, options)?,
+                Some(packing) => attention_packed_with_lse(ctx, q, k, v, packing, options)?,
+            })
+        })?;
         let attended = self.decoder.paced(attended)?;
         let a = self.flat(attended.clone());
         let (middle, projected) = match &layer.attention_post_norm {
@@ -181,7 +189,15 @@ impl Pass<'_> {
             .map(|(at, heads): (usize, usize)| self.apart(parts[at].clone(), heads));
         let into = [dq?, dk?, dv?];
         let options = self.attention_options(index);
-        attention_backward(ctx, heads, None, forward, da.clone(), &into, options)?;
+        attention_backward(
+            ctx,
+            heads,
+            self.batch.packing.as_ref(),
+            forward,
+            da.clone(),
+            &into,
+            options,
+        )?;
         let dqkv = if joined { dqkv } else { Tensor::cat(parts, 1) };
         self.decoder.paced(dqkv.clone())?;
         self.rotate(index, &dqkv, own + kv_heads, true)?;

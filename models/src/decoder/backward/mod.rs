@@ -14,8 +14,8 @@
 //! and both uses, and calls the same kernels as the forward pass. All sums have a fixed order, so that two calls give the same
 //! bits.
 //!
-//! [`Recompute`] selects the activations that a layer keeps for its gradients (Chen et al., 2016, arXiv:1604.06174). Sequences are
-//! padded on the right; a causal model does not attend to the padding, and the loss ignores it.
+//! [`Recompute`] selects the activations that a layer keeps for its gradients (Chen et al., 2016, arXiv:1604.06174). Sequences of
+//! different lengths are packed one after the other, and do not attend to each other.
 
 mod attention;
 mod by_layer;
