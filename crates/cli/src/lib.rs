@@ -17,6 +17,7 @@ mod quantize_command;
 mod tokenize_command;
 mod train_args;
 mod train_command;
+mod train_log;
 mod train_speed;
 
 use std::path::{Path, PathBuf};

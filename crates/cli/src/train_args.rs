@@ -31,13 +31,16 @@ pub(crate) struct Args {
     /// Also save after every N steps, with the state that --resume needs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) save_every: Option<u32>,
+    /// With --save-every, save into a folder step-N of the output folder, and keep the last of them
+    #[arg(long, value_name = "N", requires = "save_every", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) keep: Option<u32>,
     /// Continue the run that was saved in a folder with --save-every, with the same options
     #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "from_scratch"])]
     pub(crate) resume: Option<PathBuf>,
-    /// Write a JSON object per step: loss, norm, rate, tokens per second, memory
+    /// Write a JSON object per step: loss, norm, rate, tokens per second, MFU, memory
     #[arg(long, value_name = "FILE")]
     pub(crate) log: Option<PathBuf>,
-    /// Write a page with the curves of loss, gradient norm and learning rate
+    /// Write a page with the curves of loss, held-out loss, gradient norm and learning rate
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
     #[command(flatten)]

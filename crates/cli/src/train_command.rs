@@ -1,12 +1,12 @@
 //! `flashover train`: trains an adapter or all weights on examples.
 
-use std::fs::File;
-use std::io::{self, BufWriter, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
-use std::{env, process};
+use std::{env, fs, process};
 
 use anyhow::{Context, anyhow, bail};
 use command::OutFile;
+use flashover::bench::Ceilings;
 use flashover::memory::{Chosen, Plan, Preset, Workload};
 use flashover::train::{
     Adapter, Dataset, FullOptions, LoraOptions, Start, StepMetrics, TrainError, TrainOptions,
@@ -21,6 +21,7 @@ use crate::interrupt::{self, Stopped};
 use crate::model_args::{Subject, Tracing, all_spared, loaded};
 pub(crate) use crate::train_args::Args;
 use crate::train_args::USUAL_TO_TRAIN;
+use crate::train_log::{Log, Progress};
 use crate::train_speed::offloaded;
 
 /// Default number of examples per batch.
@@ -226,7 +227,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             false => bail!("{} has an adapter\n{hint}", output.display()),
         }
     }
-    model.plan(args, &device, &load, [batch, longest])?.fitting()?;
+    let plan = model.plan(args, &device, &load, [batch, longest])?.fitting()?;
     let unwritable = |why| {
         anyhow!(
             "cannot write into {}: {why}\nhint: choose an --output folder that you can write",
@@ -234,7 +235,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         )
     };
     let parent = output.parent().filter(|parent| *parent != Path::new(""));
-    parent.map_or(Ok(()), std::fs::create_dir_all).map_err(unwritable)?;
+    parent.map_or(Ok(()), fs::create_dir_all).map_err(unwritable)?;
     if output.is_dir() && !resumes {
         for file in Adapter::files(output) {
             all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
@@ -259,6 +260,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "note: training continues from the adapter; AdamW and the schedule start from their beginning"
         );
     }
+    let log = match &args.log {
+        None => None,
+        Some(path) => {
+            let ceilings = Ceilings::measure(trainer.engine())?;
+            Some(Log::create(path, ceilings, &plan)?)
+        }
+    };
     trainer.reserve(&workload)?;
     if let Some(resume) = &args.resume {
         trainer.resume(resume, &run)?;
@@ -279,8 +287,38 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             command::count(data.diverged, "example")
         );
     }
-    let job = Job { args, what, data, held_out, sizes, run };
+    let job = Job { args, what, data, held_out, sizes, run, log };
     job.train(&device, trainer, outputs)
+}
+
+/// Saves into a folder of the step inside of the output folder, and removes all but the last `keep` of them.
+fn keep_last(
+    trainer: &mut Trainer,
+    output: &Path,
+    keep: usize,
+    run: &Value,
+) -> Result<(), TrainError> {
+    const PREFIX: &str = "step-";
+    let own = output.join(format!("{PREFIX}{:06}", trainer.done()));
+    let reading = |why| folder_error(output, why);
+    fs::create_dir_all(output).map_err(reading)?;
+    trainer.checkpoint_into(&mut Adapter::begin(&own)?, run)?;
+    let mut all = Vec::new();
+    for entry in fs::read_dir(output).map_err(reading)? {
+        let path = entry.map_err(reading)?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let step = name.strip_prefix(PREFIX).and_then(|step| step.parse::<usize>().ok());
+        all.extend(step.map(|step| (step, path)));
+    }
+    all.sort();
+    for (_, old) in &all[..all.len().saturating_sub(keep)] {
+        fs::remove_dir_all(old).map_err(|why| folder_error(old, why))?;
+    }
+    Ok(())
+}
+
+fn folder_error(path: &Path, why: io::Error) -> TrainError {
+    TrainError::Folder { path: path.to_owned(), why }
 }
 
 /// Returns the maximum tokens per example.
@@ -359,11 +397,12 @@ struct Job<'a> {
     sizes: Sizes,
     /// Options that a resumed run must share.
     run: Value,
+    log: Option<Log>,
 }
 
 impl Job<'_> {
     fn train(self, device: &Device, mut trainer: Trainer, outputs: Outputs) -> anyhow::Result<()> {
-        let Self { args, what, ref data, ref held_out, ref sizes, ref run } = self;
+        let Self { args, what, ref data, ref held_out, ref sizes, ref run, mut log } = self;
         let Sizes { batch, accumulate, steps, context } = *sizes;
         let (output, held_out) = (&args.output, held_out.as_ref());
         let _listening = interrupt::listen_and_save()?;
@@ -371,8 +410,9 @@ impl Job<'_> {
         let mut folder = Adapter::begin(output)?;
         let before = loss(&mut trainer, held_out, batch)?;
         let tracing = Tracing::start(outputs.trace, trainer.engine())?;
-        let mut log = args.log.as_ref().map(Log::create).transpose()?;
+        let progress = Progress::new(trainer.done(), steps)?;
         let (begin, mut learned, mut taken) = (Stopwatch::start(), 0, Vec::new());
+        let mut curve: Vec<_> = before.map(|loss| (trainer.done(), loss)).into_iter().collect();
         let (mut ended, first) = (Ok(()), trainer.done());
         let every = |steps: Option<u32>| steps.map_or(usize::MAX, |steps| steps as usize);
         while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
@@ -383,12 +423,11 @@ impl Job<'_> {
             ended = metrics.map(|metrics| {
                 let Some(metrics) = metrics else { return };
                 learned += metrics.tokens;
-                told(&metrics, steps, seconds);
+                progress.step(&metrics, seconds);
                 let StepMetrics { step, loss, tokens, gradient, learning_rate, .. } = metrics;
                 taken.push(TrainingStep { step, loss, gradient, learning_rate, tokens, seconds });
                 if let Some(log) = &mut log {
-                    let memory = trainer.engine().memory();
-                    log.step(&metrics, seconds, memory.reserved_bytes);
+                    log.step(&metrics, seconds, trainer.engine().memory());
                 }
             });
             let done = trainer.done();
@@ -396,18 +435,24 @@ impl Job<'_> {
             if between && done.is_multiple_of(every(args.eval_every)) {
                 ended = loss(&mut trainer, held_out, batch).map(|loss| {
                     let Some(loss) = loss else { return };
-                    command::note!("held out after step {done}: loss {loss:.4}");
+                    progress.note(&format!("held out after step {done}: loss {loss:.4}"));
+                    curve.push((done, loss));
                     log.iter_mut().for_each(|log| log.held_out(done, loss));
                 });
             }
             if between && done.is_multiple_of(every(args.save_every)) {
                 // A failed save is tried again after as many steps, and in the end.
-                match trainer.checkpoint_into(&mut folder, run) {
-                    Ok(()) => command::note!("the {what} after step {done} is saved"),
-                    Err(why) => command::note!("warning: the {what} is not saved: {why}"),
-                }
+                let saved = match args.keep {
+                    None => trainer.checkpoint_into(&mut folder, run),
+                    Some(keep) => keep_last(&mut trainer, output, keep as usize, run),
+                };
+                progress.note(&match saved {
+                    Ok(()) => format!("the {what} after step {done} is saved"),
+                    Err(why) => format!("warning: the {what} is not saved: {why}"),
+                });
             }
         }
+        progress.finish();
         let seconds = begin.elapsed().as_secs_f64();
         // Saves before anything else can fail, and also after an error. Without a step, an earlier result stays.
         if trainer.done() > first {
@@ -438,8 +483,9 @@ impl Job<'_> {
             facts.push(("stopped", format!("after {} of {steps} steps", trainer.done())));
         }
         let page = outputs.page;
-        let shown =
-            page.map_or(Ok(()), |page| page.write(report::training(&facts, &taken).as_bytes()));
+        curve.extend(after.map(|loss| (trainer.done(), loss)));
+        let shown = page
+            .map_or(Ok(()), |page| page.write(report::training(&facts, &taken, &curve).as_bytes()));
         let logged = log.map_or(Ok(()), Log::finish);
         ended?;
         if trainer.done() > first && (traced.is_err() || shown.is_err() || logged.is_err()) {
@@ -479,52 +525,6 @@ fn trained(trainer: &Trainer) -> anyhow::Result<String> {
         }
         None => "all weights".to_owned(),
     })
-}
-
-/// A file of JSON lines. The first failure to write is kept until the end.
-struct Log {
-    file: BufWriter<File>,
-    path: PathBuf,
-    ended: io::Result<()>,
-}
-
-impl Log {
-    fn create(path: &PathBuf) -> anyhow::Result<Self> {
-        let file = File::create(path).with_context(|| {
-            format!("cannot write {}\nhint: choose another --log", path.display())
-        })?;
-        Ok(Self { file: BufWriter::new(file), path: path.clone(), ended: Ok(()) })
-    }
-
-    fn step(&mut self, metrics: &StepMetrics, seconds: f64, reserved_bytes: u64) {
-        let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = metrics;
-        self.line(&json!({
-            "step": step,
-            "loss": loss,
-            "gradient_norm": gradient,
-            "learning_rate": learning_rate,
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_second": *tokens as f64 / seconds,
-            "skipped": skipped,
-            "reserved_bytes": reserved_bytes,
-        }));
-    }
-
-    fn held_out(&mut self, step: usize, loss: f64) {
-        self.line(&json!({ "step": step, "held_out_loss": loss }));
-    }
-
-    fn line(&mut self, value: &Value) {
-        if self.ended.is_ok() {
-            self.ended = writeln!(self.file, "{value}").and_then(|()| self.file.flush());
-        }
-    }
-
-    fn finish(self) -> anyhow::Result<()> {
-        let Self { path, ended, .. } = self;
-        ended.with_context(|| format!("cannot write {}\nhint: free some space", path.display()))
-    }
 }
 
 /// Saves elsewhere after the output folder could not be written: into a folder that the user names at a terminal,
@@ -571,16 +571,6 @@ fn rescue(trainer: &Trainer, what: &str, output: &Path, why: TrainError) -> Resu
         }
     }
     Err(why)
-}
-
-fn told(metrics: &StepMetrics, steps: usize, seconds: f64) {
-    let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped } = metrics;
-    let rate = *tokens as f64 / seconds;
-    let skipped = if *skipped { "; skipped, the gradient left the range of f16" } else { "" };
-    command::note!(
-        "step {step} of {steps}: loss {loss:.4}, gradient {gradient:.3}, rate {learning_rate:.2e}, {tokens} tokens, \
-         {rate:.0} tokens/s{skipped}"
-    );
 }
 
 /// Returns the mean loss over the tokens of held-out examples; none after a signal.

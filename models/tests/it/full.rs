@@ -185,7 +185,7 @@ fn recomputing_changes_no_bit() {
     }
 }
 
-/// What layers keep takes the planned bytes, and memory for it changes no bit.
+/// Activations that layers keep take the planned bytes, and memory for them changes no bit.
 #[test]
 fn kept_activations_take_what_is_planned() {
     for name in FULL {

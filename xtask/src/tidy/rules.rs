@@ -19,8 +19,9 @@ const TOP_LEVEL: [&str; 10] = [
 ];
 
 /// Files that name optional parts of the public crate.
-const OPTIONAL_PARTS: [&str; 6] = [
+const OPTIONAL_PARTS: [&str; 7] = [
     "crates/arch/src/facts.rs",
+    "crates/arch/src/transfer/resource.rs",
     "crates/precompile/src/lib.rs",
     "crates/precompile/src/properties.rs",
     "crates/flashover/src/lib.rs",

@@ -4,10 +4,7 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cubecl::cuda::CudaRuntime;
-use cubecl::server::{Handle, ServerStorage};
-use cubecl_runtime::runtime::Runtime;
-use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
+use cubecl::server::Handle;
 use cudarc::driver::result::{
     ctx, device, event, memcpy_dtoh_async, memcpy_htod_async, primary_ctx, stream,
 };
@@ -16,11 +13,9 @@ use cudarc::driver::sys::{
     cuMemHostUnregister,
 };
 
+use super::resource::Resource;
 use super::{HostBuffer, Memory, PAGE, Transfer, TransferError, failed};
 use crate::Device;
-
-type Server = <CudaRuntime as Runtime>::Server;
-type Resource = ManagedResource<<<Server as ServerStorage>::Storage as ComputeStorage>::Resource>;
 
 /// One stream for each direction, in the device's primary context, which CubeCL uses too.
 pub(super) struct Streams {
@@ -79,7 +74,7 @@ impl Streams {
             // SAFETY: the caller checked the range. Nobody reads or writes these bytes before the transfer is waited for.
             unsafe {
                 let bytes = std::slice::from_raw_parts_mut(memory.start.as_ptr().add(at), len);
-                memcpy_dtoh_async(bytes, resource.resource().ptr, self.to_host)
+                memcpy_dtoh_async(bytes, resource.address(), self.to_host)
             }
         })
     }
@@ -96,7 +91,7 @@ impl Streams {
             // SAFETY: as in `save`.
             unsafe {
                 let bytes = std::slice::from_raw_parts(memory.start.as_ptr().add(at), len);
-                memcpy_htod_async(resource.resource().ptr, bytes, self.to_device)
+                memcpy_htod_async(resource.address(), bytes, self.to_device)
             }
         })
     }
@@ -110,7 +105,7 @@ impl Streams {
         begin: impl FnOnce(&Resource, &Memory) -> Result<(), cudarc::driver::DriverError>,
     ) -> Result<Transfer, TransferError> {
         self.enter()?;
-        let resource = device.client().get_resource::<Server>(handle.clone()).map_err(failed)?;
+        let resource = Resource::new(device, handle)?;
         let memory = host.memory.clone();
         let end = event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed)?;
         // From here on the transfer waits for the copy before it lets go of the memory.

@@ -4,8 +4,8 @@
 //! begins after all earlier launches of the calling thread: [`Link`] waits for these on the host, some 50 µs, so that copies should
 //! be of megabytes. On other backends a copy is complete when its call returns.
 
-#[cfg(feature = "cuda")]
 mod cuda;
+mod resource;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -76,7 +76,6 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        #[cfg(feature = "cuda")]
         if self.locked {
             cuda::unlock(self.start);
         }
@@ -125,7 +124,6 @@ impl HostBuffer {
 /// Streams of a device for copies in both directions.
 pub struct Link {
     device: Device,
-    #[cfg(feature = "cuda")]
     streams: Option<cuda::Streams>,
 }
 
@@ -137,7 +135,6 @@ impl Link {
     pub fn new(device: &Device) -> Result<Self, TransferError> {
         Ok(Self {
             device: device.clone(),
-            #[cfg(feature = "cuda")]
             streams: match device.backend() {
                 crate::Backend::Cuda => Some(cuda::Streams::new(device.ordinal())?),
                 _ => None,
@@ -146,11 +143,9 @@ impl Link {
     }
 
     fn lock(&self, memory: &mut Memory) -> Result<(), TransferError> {
-        #[cfg(feature = "cuda")]
         if let Some(streams) = &self.streams {
             streams.lock(memory)?;
         }
-        let _ = memory;
         Ok(())
     }
 
@@ -176,7 +171,6 @@ impl Link {
         let len = from.size_in_used() as usize;
         assert!(at + len <= to.len(), "{at} + {len} bytes of {}", to.len());
         self.finished()?;
-        #[cfg(feature = "cuda")]
         if let Some(streams) = &self.streams {
             return streams.save(&self.device, from, to, at, len);
         }
@@ -203,7 +197,6 @@ impl Link {
         let len = to.size_in_used() as usize;
         assert!(at + len <= from.len(), "{at} + {len} bytes of {}", from.len());
         self.finished()?;
-        #[cfg(feature = "cuda")]
         if let Some(streams) = &self.streams {
             return streams.load(&self.device, from, at, to, len);
         }
@@ -217,16 +210,12 @@ impl Link {
 /// A copy that may be under way. Dropping it waits too.
 #[must_use = "the buffers may not be used before the copy is complete"]
 pub struct Transfer {
-    #[cfg(feature = "cuda")]
     running: Option<cuda::Running>,
 }
 
 impl Transfer {
     fn complete() -> Self {
-        Self {
-            #[cfg(feature = "cuda")]
-            running: None,
-        }
+        Self { running: None }
     }
 
     /// Waits until the copy is complete.
@@ -234,7 +223,6 @@ impl Transfer {
     /// # Errors
     /// [`TransferError::Failed`].
     pub fn wait(self) -> Result<(), TransferError> {
-        #[cfg(feature = "cuda")]
         if let Some(running) = self.running {
             return running.wait();
         }

@@ -357,12 +357,56 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     let lines = fs::read_to_string(&log).expect("written");
     let lines: Vec<Value> =
         lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    assert_eq!(lines.len(), 6);
+    assert_eq!(lines.len(), 7);
+    assert!(lines[0]["planned_bytes"]["gradients"].as_u64() > Some(0), "{}", lines[0]);
     let loss = |at: usize| lines[at]["loss"].as_f64().expect("a loss");
-    assert!(loss(5) < loss(0), "{lines:?}");
+    assert!(loss(6) < loss(1), "{lines:?}");
+    let flops = |name: &str| lines[1][name].as_f64().expect("a share");
+    assert!(
+        0.0 < flops("mfu") && flops("mfu") < flops("hfu") && flops("hfu") < 1.0,
+        "{}",
+        lines[1]
+    );
     let args = ["generate", "--model", &a, "--backend", "cpu", "--prompt", "One day"];
     let made = flashover(&[&args[..], &["--max-new-tokens", "4"]].concat());
     assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    // Each save in a folder of its own, of which the last stay.
+    let kept = path("kept");
+    full(&["--output", &kept, "--steps", "5", "--save-every", "1", "--keep", "2"]);
+    let names =
+        fs::read_dir(&kept).expect("written").map(|entry| entry.expect("listed").file_name());
+    let mut names: Vec<_> = names.filter_map(|name| name.into_string().ok()).collect();
+    names.retain(|name| name.starts_with("step-"));
+    names.sort();
+    assert_eq!(names, ["step-000003", "step-000004"]);
+    let fourth = Path::new(&kept).join("step-000004");
+    full(&[
+        "--output",
+        &path("fifth"),
+        "--resume",
+        fourth.to_str().expect("UTF-8"),
+        "--steps",
+        "5",
+    ]);
+    for file in ["model.safetensors", "flashover_run.safetensors"] {
+        let read = |folder: &str| fs::read(Path::new(folder).join(file)).expect("written");
+        assert!(read(&kept) == read(&path("fifth")), "{file}");
+    }
+    // State in host memory takes the same steps.
+    full(&[
+        "--output",
+        &path("offloaded"),
+        "--steps",
+        "5",
+        "--save-every",
+        "1",
+        "--offload",
+        "optimizer",
+    ]);
+    let weights =
+        |folder: &str| fs::read(Path::new(folder).join("model.safetensors")).expect("written");
+    assert!(weights(&kept) == weights(&path("offloaded")));
+    full(&["--output", &path("muon"), "--steps", "2", "--optimizer", "muon"]);
     let refused = |more: &[&str], why: &str| {
         let made = train(&[&["--data", &data, "--output", &path("c")], more].concat());
         let said = text(&made.stderr);
@@ -377,6 +421,12 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     with(&["--resume", &b, "--accumulate", "2"], "accumulate: 1 in the saved run, 2 here");
     with(&["--resume", model], "has no training run");
     with(&["--beta2", "1"], "beta2 is 1");
+    with(&["--optimizer", "muon", "--momentum", "1"], "momentum is 1");
+    with(&["--optimizer", "muon", "--offload", "optimizer"], "cannot offload Muon");
+    with(&["--offload", "gradients", "--recompute", "nothing"], "while less than whole layers");
+    refused(&["--model", model, "--offload", "optimizer"], "cannot offload state of an adapter");
+    refused(&["--model", model, "--optimizer", "muon"], "Muon trains whole matrices");
+    with(&["--keep", "2"], "--save-every");
     let (adapter, lora) = (path("adapter"), ["--model", model, "--lora-rank"]);
     let two = ["4", "--steps", "2", "--save-every", "1", "--data", &data, "--output", &adapter];
     let made = train(&[&lora[..], &two].concat());

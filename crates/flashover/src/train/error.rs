@@ -53,6 +53,14 @@ pub enum TrainError {
         /// Step of the failure, counted from 1.
         step: usize,
     },
+    /// The folders of saved steps cannot be made, listed or removed.
+    #[error("cannot keep saves in {}: {why}\nhint: check the permissions of the output folder", .path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// The error of the system.
+        why: std::io::Error,
+    },
     /// The folder has no run to resume.
     #[error("{} has no training run\nhint: name a folder that `train --save-every` wrote", .0.display())]
     NoRun(PathBuf),

@@ -1,6 +1,6 @@
 //! Speed of training.
 
-use models::{DecoderConfig, Example, LoraOptions, Param, Recompute, Slot};
+use models::{DecoderConfig, Example, LoraOptions, Param, Part, Recompute, Slot};
 use serde::Serialize;
 use tune::timing::Stopwatch;
 
@@ -99,26 +99,42 @@ impl Trainer {
         self.measure_one(shape)?;
         let samples_ns = (0..repetitions).map(|_| self.measure_one(shape));
         let samples_ns = samples_ns.collect::<Result<Vec<_>, _>>()?;
-        let flops = self.flops_of_token(shape.context) * shape.tokens() as u64;
+        let StepShape { micro_batches, batch, context } = shape;
+        let sequences = micro_batches * batch;
+        let [flops, _] = self.flops(sequences * context, sequences * context * context);
         Ok(TrainSpeed { samples_ns, flops })
     }
 
-    /// Returns the operations that the model needs for a token of a sequence of `context` tokens: see [`TrainSpeed::flops`].
-    pub fn flops_of_token(&self, context: usize) -> u64 {
+    /// Returns the operations of a step that the model needs, and those with what the backward pass repeats. `scores` is the sum
+    /// of the squares of the sequences' rows.
+    pub(super) fn flops(&self, rows: usize, scores: usize) -> [u64; 2] {
         let config = self.engine().config();
-        let (layers, head) = matrices(config);
-        let attention = config.layers.len() * config.heads * config.head_dim * context;
-        match self.training.trains {
-            Trains::Adapter(_) => 4 * (layers + head),
-            Trains::Weights { .. } => 6 * (layers + head) + 6 * attention as u64,
-        }
+        let (rows, layers) = (rows as u64, matrices(config, |_| true));
+        let head = (config.vocab * config.hidden) as u64;
+        // A causal model needs half of the scores, for scores and for their sums over values.
+        let attention = (2 * config.layers.len() * config.heads * config.head_dim * scores) as u64;
+        let (model, forward) = match self.training.trains {
+            Trains::Adapter(_) => (4 * (layers + head) * rows, attention),
+            Trains::Weights { .. } => (6 * (layers + head) * rows + 3 * attention, attention),
+        };
+        // The last matrix of a layer does not run again.
+        let again = match self.training.recompute {
+            Recompute::Layers => 2 * matrices(config, |part| part != Part::Down) * rows + forward,
+            Recompute::FeedForward => {
+                2 * matrices(config, |part| matches!(part, Part::Gate | Part::Up)) * rows
+            }
+            Recompute::Norms | Recompute::Nothing => 0,
+        };
+        [model, model + again]
     }
 }
 
-/// Returns the elements of the layers' matrices, and those of the head.
-fn matrices(config: &DecoderConfig) -> (u64, u64) {
-    let matrix = |param: &Param| matches!(param.slot, Slot::Layer(..)) && param.shape.len() == 2;
+/// Returns the elements of some of the layers' matrices.
+fn matrices(config: &DecoderConfig, of: impl Fn(Part) -> bool) -> u64 {
+    let own = |param: &Param| match param.slot {
+        Slot::Layer(_, part) => param.shape.len() == 2 && of(part),
+        _ => false,
+    };
     let values = |param: &Param| param.shape.iter().product::<usize>() as u64;
-    let layers = config.params().iter().filter(|own| matrix(own)).map(values).sum();
-    (layers, (config.vocab * config.hidden) as u64)
+    config.params().iter().filter(|param| own(param)).map(values).sum()
 }

@@ -26,6 +26,7 @@ use crate::device::Device;
 use crate::device_error::{DeviceError, check_free};
 use crate::engine::{Engine, Exact, SourceFiles, Trainable};
 use crate::memory::{Grant, Plan, PlanError, check_host};
+use crate::model_files::CONFIG;
 use crate::options::EngineOptions;
 
 pub use crate::engine::Start;
@@ -113,6 +114,10 @@ pub struct StepMetrics {
     pub learning_rate: f64,
     /// True if the gradient left the range of f16, and the step changed nothing but the loss scale.
     pub skipped: bool,
+    /// Operations that the model needs for the step: see [`TrainSpeed::flops`].
+    pub model_flops: u64,
+    /// Operations with those that the backward pass repeats.
+    pub device_flops: u64,
 }
 
 /// Trains an adapter, or all weights.
@@ -223,7 +228,8 @@ impl Trainer {
         (schedule, optimizer): (Schedule, AdamWOptions),
         link: Option<Arc<Link>>,
     ) -> Self {
-        let training_recompute = training.recompute;
+        warn_of_dropout(&engine);
+        let activations = training.recompute.into();
         Self {
             schedule,
             optimizer,
@@ -233,7 +239,7 @@ impl Trainer {
             state: None,
             done: 0,
             reserved: None,
-            activations: training_recompute.into(),
+            activations,
             grant: None,
             engine,
         }
@@ -422,7 +428,17 @@ impl Trainer {
         let (loss, control) = self.read(control, loss)?;
         let (loss, gradient) = (loss / tokens as f64, f64::from(control.norm));
         let skipped = control.finite == 0.0;
-        let metrics = StepMetrics { step, loss, tokens, gradient, learning_rate, skipped };
+        let [model_flops, device_flops] = self.flops(size.rows, size.scores);
+        let metrics = StepMetrics {
+            step,
+            loss,
+            tokens,
+            gradient,
+            learning_rate,
+            skipped,
+            model_flops,
+            device_flops,
+        };
         // Below a scale of 1 the gradients themselves are not finite.
         if skipped && decoder.dtype() == FloatDType::F16 && control.scale >= 1.0 {
             return Ok(Some(metrics));
@@ -486,6 +502,19 @@ impl Trainer {
     }
 }
 
+/// Warns that dropout of a model's config is ignored.
+fn warn_of_dropout(engine: &Engine) {
+    let Ok(text) = std::fs::read_to_string(engine.folder().join(CONFIG)) else { return };
+    let Ok(serde_json::Value::Object(fields)) = serde_json::from_str(&text) else { return };
+    let drops = |(name, value): &(&String, &serde_json::Value)| {
+        (name.ends_with("_pdrop") || name.contains("dropout")) && value.as_f64() > Some(0.0)
+    };
+    let names: Vec<_> = fields.iter().filter(drops).map(|(name, _)| name.as_str()).collect();
+    if !names.is_empty() {
+        log::warn!("{} of {CONFIG} ignored: training has no dropout", names.join(", "));
+    }
+}
+
 fn trained<'a>(subject: &'a Subject, adapter: Option<&'a FlatAdapter>) -> Trained<'a> {
     match subject {
         Subject::Adapter(_) => Trained::Adapter(adapter.expect("it is on the device")),
@@ -503,6 +532,10 @@ struct StepSize {
     /// Number of trained tokens.
     tokens: usize,
     micro_batches: usize,
+    /// Number of rows.
+    rows: usize,
+    /// Sum of the squares of the rows of each example.
+    scores: usize,
 }
 
 impl StepSize {
@@ -512,6 +545,8 @@ impl StepSize {
             examples += 1;
             self.context = self.context.max(example.rows());
             self.tokens += example.learned();
+            self.rows += example.rows();
+            self.scores += example.rows().pow(2);
         }
         self.batch = self.batch.max(examples);
         self.micro_batches += 1;

@@ -39,12 +39,18 @@ pub struct TrainingStep {
     pub seconds: f64,
 }
 
-/// Renders the page. `facts` are names and values at its top, such as the model and the card.
-pub fn training(facts: &[(&str, String)], steps: &[TrainingStep]) -> String {
+/// Renders the page. `facts` are names and values at its top, such as the model and the card; `held_out` are steps and the
+/// held-out loss after them.
+pub fn training(
+    facts: &[(&str, String)],
+    steps: &[TrainingStep],
+    held_out: &[(usize, f64)],
+) -> String {
     let points = |value: fn(&TrainingStep) -> f64| -> Vec<(f64, f64)> {
         thinned(steps, POINTS).map(|own| (own.step as f64, value(own))).collect()
     };
     let loss = points(|own| own.loss);
+    let held_out: Vec<_> = held_out.iter().map(|(step, loss)| (*step as f64, *loss)).collect();
     let mut mean = 0.0;
     let smooth: Vec<(f64, f64)> = (1u32..)
         .zip(&loss)
@@ -75,6 +81,12 @@ pub fn training(facts: &[(&str, String)], steps: &[TrainingStep]) -> String {
                                 span.legend { i.c0 {} "moving average" }
                             }
                             div.scroll { (curves(&[(1, &loss), (0, &smooth)], "loss")) }
+                        }
+                        @if held_out.len() > 1 {
+                            figure {
+                                figcaption { "Held-out loss per token" }
+                                div.scroll { (curves(&[(0, &held_out)], "held-out loss")) }
+                            }
                         }
                         figure {
                             figcaption { "Gradient norm before clipping" }
@@ -198,13 +210,13 @@ mod tests {
 
     #[test]
     fn the_page_of_a_training() {
-        let page = training(&[("model", "<demo>".to_owned())], &steps(3));
+        let page = training(&[("model", "<demo>".to_owned())], &steps(3), &[(0, 3.0), (3, 2.5)]);
         insta::assert_snapshot!(page.replace("><", ">\n<"));
     }
 
     #[test]
     fn long_trainings_are_thinned_out() {
-        let page = training(&[], &steps(100_000));
+        let page = training(&[], &steps(100_000), &[]);
         assert!(page.len() < 400_000 && page.contains(">100000<"), "{}", page.len());
         assert!(page.matches("<tr>").count() <= ROWS + 2);
     }
@@ -213,7 +225,7 @@ mod tests {
     fn a_diverged_step_and_a_single_one_have_a_page() {
         let mut diverged = steps(4);
         diverged[2].loss = f64::NAN;
-        for page in [training(&[], &diverged), training(&[], &steps(1)), training(&[], &[])] {
+        for page in [&diverged[..], &steps(1), &[]].map(|steps| training(&[], steps, &[])) {
             assert!(!page.contains("points=\"NaN") && !page.contains("inf"), "{page}");
         }
     }

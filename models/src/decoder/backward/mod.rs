@@ -74,7 +74,7 @@ impl Recompute {
     }
 }
 
-/// What layers keep for their gradients, and memory for it.
+/// Activations that layers keep for their gradients, and memory for them.
 #[derive(Debug)]
 pub struct Activations {
     recompute: Recompute,
