@@ -31,11 +31,11 @@ pub use matmul::{
     DenseConfig, FusedConfig, GemvConfig, Nf4Matmul, Nf4MatmulConfig, Nf4MatmulOperands,
     Nf4MatmulProblem, SharedConfig, StreamConfig, SubgroupConfig,
 };
+pub(crate) use quantize::dynamic_map;
 pub use quantize::{
     Codebook, Nf4Quantize, QuantizeConfig, QuantizeOperands, QuantizeProblem, nest, nested_values,
     quantize,
 };
-pub(crate) use quantize::{dynamic_map, nearest_code};
 pub use weight::{
     NESTED_BLOCK, NestedBuffers, Order, Weight, WeightBuffers, join, reorder, reorder_absmax,
     reorder_codes, split,

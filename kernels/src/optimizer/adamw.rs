@@ -12,7 +12,6 @@ use super::control::{CONTROL, Control};
 use crate::elem::elem;
 use crate::fits::stores;
 use crate::launch::{index_width, launch};
-use crate::nf4::nearest_code;
 use crate::round::{by_hand, rounded};
 use crate::rows::{Fold, RowPlan, row_fold};
 
@@ -555,6 +554,41 @@ fn step<W: Float, S: Float>(
     }
 }
 
+/// Returns the code of the nearest value of a dynamic map, for x from -1 to 1. The map begins at `first`: the signed one at 0, the
+/// unsigned one at 256.
+///
+/// Decade i of seven has n values at equal distances, from 0.1 + 0.45 / n to 1 - 0.45 / n times 10^(i - 6), with n = 2^i in the
+/// signed map and 2^(i + 1) in the unsigned one. So the code follows from x but for rounding, and for the border of two decades,
+/// where a neighbour may be nearer.
+#[cube]
+fn dynamic_code(x: f32, map: &[f32], #[comptime] first: u32) -> u32 {
+    let signed = comptime!(first == 0);
+    let size = f32::abs(x);
+    let mut scale = f32::new(comptime!(1e6));
+    let mut count = comptime!(if signed { 1u32 } else { 2u32 }).runtime();
+    #[unroll]
+    for i in 1..7u32 {
+        let inside = size >= comptime!(10f32.powi(i as i32 - 7));
+        scale = select(inside, f32::new(comptime!(10f32.powi(6 - i as i32))), scale);
+        count = select(inside, comptime!(if signed { 1u32 << i } else { 2u32 << i }), count);
+    }
+    let cell = (size * scale - 0.1f32) * (f32::cast_from(count) * f32::new(comptime!(1.0 / 0.9)));
+    let cell = min(u32::cast_from(max(cell, 0.0f32)), count - 1);
+    let mut code = count + cell;
+    if comptime!(signed) {
+        // Codes of negative values descend from 126, those of positive ones ascend from 128.
+        code = select(x < 0.0f32, 127 - code, 127 + code);
+    } else {
+        code -= 1;
+    }
+    let here = map[(comptime!(first) + code) as usize];
+    let above = x > here;
+    let next = select(above, min(code + 1, 255), max(code, 1) - 1);
+    let middle = (map[(comptime!(first) + next) as usize] + here) * 0.5f32;
+    let nearer = select(above, x > middle, x < middle);
+    select(nearer, next, code)
+}
+
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 fn step_of_codes<W: Float>(
     gradient: &[Vector<f32, Const<4>>],
@@ -650,7 +684,7 @@ fn step_of_codes<W: Float>(
             for e in 0..4usize {
                 let place = (4 * h) as usize + comptime!(e);
                 let own = new_m[place];
-                let mut code = nearest_code(own * inverse_m, &map, 0u32);
+                let mut code = dynamic_code(own * inverse_m, &map, 0u32);
                 // m keeps its sign, as in bitsandbytes.
                 if map[code as usize] < 0.0f32 && own > 0.0f32 {
                     code += 1;
@@ -659,7 +693,7 @@ fn step_of_codes<W: Float>(
                     code -= 1;
                 }
                 word_m |= code << comptime!(8 * e as u32);
-                let code = nearest_code(new_v[place] * inverse_v, &map, 256u32);
+                let code = dynamic_code(new_v[place] * inverse_v, &map, 256u32);
                 word_v |= code << comptime!(8 * e as u32);
             }
             if inside {

@@ -37,7 +37,7 @@ use crate::nf4::code_shift;
 use crate::weight::QuantizeError;
 use thresholds::{encode, encode_vector};
 
-pub(crate) use nested::{dynamic_map, nearest_code};
+pub(crate) use nested::dynamic_map;
 pub use nested::{nest, nested_values};
 
 /// The kernel that quantises to 4 bits.

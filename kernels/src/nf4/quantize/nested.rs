@@ -116,7 +116,7 @@ fn nest_absmax(
             for e in 0..4u32 {
                 let at = (word * 4 + e) as usize;
                 if at < absmax.len() && group_absmax > 0.0 {
-                    let code = nearest_code((absmax[at] - offset) * inverse, codebook, 0u32);
+                    let code = nearest_code((absmax[at] - offset) * inverse, codebook);
                     made |= code << comptime!(8 * e);
                 }
             }
@@ -129,24 +129,24 @@ fn nest_absmax(
     }
 }
 
-/// Returns the index of the nearest value in an ascending map of 256 values that starts at `first`, by bisection as in
+/// Returns the index of the nearest value in an ascending map of 256 values, by bisection as in
 /// bitsandbytes (`dQuantize`, `quantize_2D`). Half-way between two values it returns the one tested last.
 #[cube]
-pub(crate) fn nearest_code(x: f32, map: &[f32], #[comptime] first: u32) -> u32 {
+fn nearest_code(x: f32, map: &[f32]) -> u32 {
     let mut pivot = 127u32.runtime();
     let mut lower = 0u32.runtime();
     let mut upper = 255u32.runtime();
     #[unroll]
     for i in 0..7u32 {
         let step = comptime!(64u32 >> i);
-        let above = x > map[(first + pivot) as usize];
+        let above = x > map[pivot as usize];
         lower = select(above, pivot, lower);
         upper = select(above, upper, pivot);
         pivot = select(above, pivot + step, pivot - step);
     }
-    let here = map[(first + pivot) as usize];
-    let next = (map[(first + upper) as usize] + here) * 0.5f32;
-    let last = (map[(first + lower) as usize] + here) * 0.5f32;
+    let here = map[pivot as usize];
+    let next = (map[upper as usize] + here) * 0.5f32;
+    let last = (map[lower as usize] + here) * 0.5f32;
     let above = select(x > next, upper, pivot);
     let below = select(x < last, lower, pivot);
     select(x > here, above, below)
