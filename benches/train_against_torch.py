@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compares training of GPT-2 124M with torch's, from the same weights on the same tokens: the bytes of a text.
 
-    python3 train_against_torch.py FLASHOVER TEXT [--device cuda] [--steps 200] [--batch 32] [--context 1024] -- OPTIONS
+    python3 train_against_torch.py FLASHOVER TEXT [--device cuda] [--steps 200] [--batch 32] [--context 1024] [--dtype bf16]
+        -- OPTIONS
 
 OPTIONS go to `FLASHOVER train`, such as --backend cuda --profile rtx4090. All steps see the same batch, so that the order of
 examples does not matter. torch computes in bf16 by autocast with weights and AdamW in f32. Prints one JSON object per line:
@@ -35,6 +36,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--dtype", default="bf16", help="compute dtype of Flashover")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at])
     args.options = sys.argv[at + 1 :]
@@ -104,7 +106,7 @@ def compare_gradients(args, init, folder, text):
     tokens = [text[at * context : (at + 1) * context + 1] for at in range(2)]
     data = folder / "two.bin"
     write_tokens(data, text[: 2 * context + 1])
-    flags = ["--model", init, "--data", data, "-b", "2", "-c", context, "--steps", "1", "--max-grad-norm", "0"]
+    flags = ["--model", init, "--dtype", args.dtype, "--data", data, "-b", "2", "-c", context, "--steps", "1", "--max-grad-norm", "0"]
     train(args, folder / "one", *flags, "--save-every", "1", "--learning-rate", "1e-30", "--beta1", BETAS[0])
     tokens = torch.tensor(tokens, device=args.device)
     model = GPT2LMHeadModel.from_pretrained(init, attn_implementation="eager").to(args.device)
@@ -134,7 +136,7 @@ def compare_losses(args, init, folder, text):
     data = folder / "all.bin"
     write_tokens(data, text[: args.batch * args.context + 1])
     flags = ["--data", data, "-b", args.batch, "-c", args.context, "--steps", args.steps, "--warmup", WARMUP]
-    flags += ["--model", init, "--learning-rate", RATE, "--beta1", BETAS[0], "--beta2", BETAS[1], "--weight-decay", DECAY]
+    flags += ["--model", init, "--dtype", args.dtype, "--learning-rate", RATE, "--beta1", BETAS[0], "--beta2", BETAS[1], "--weight-decay", DECAY]
     master = train(args, folder / "master", *flags)
     rounded = train(args, folder / "rounded", *flags, "--no-master")
     model = GPT2LMHeadModel.from_pretrained(init, attn_implementation="sdpa").to(args.device)

@@ -19,6 +19,11 @@
 //! Moments in 8 bits are codes of bitsandbytes' dynamic maps, signed for m and unsigned for v, with one absmax per block of
 //! 256. A unit holds four neighbours; 64 units reduce the new absmax of their block.
 //!
+//! | 8-bit moments of 124M parameters in bf16, H200 as RTX 4090 | ms | share of a copy |
+//! |---|---|---|
+//! | bisection of the map in shared memory, eight loads a code | 1.52 | 24% |
+//! | the code by arithmetic, and a look at one neighbour | 1.06 | 34%, 3.3 times as fast as bitsandbytes |
+//!
 //! Muon's matrices take two launches around the orthogonalisation of m, which is matmuls: momentum makes its input, and descent
 //! subtracts its result.
 //!
