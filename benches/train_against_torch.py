@@ -4,12 +4,12 @@
     python3 train_against_torch.py FLASHOVER TEXT [--device cuda] [--steps 200] [--batch 32] [--context 1024] [--dtype bf16]
         -- OPTIONS
 
-OPTIONS go to `FLASHOVER train`, such as --backend cuda --profile rtx4090. All steps see the same batch, so that the order of
-examples does not matter. torch computes in bf16 by autocast with weights and AdamW in f32. Prints one JSON object per line:
+OPTIONS go to `FLASHOVER train`, such as --backend cuda --profile rtx4090. Both take the sequences of the text in its order, and
+begin again at its end. torch computes in bf16 by autocast with weights and AdamW in f32. Prints one JSON object per line:
 
     gradients  of a step on 2 sequences, relative to torch in f64: error |g - g64| / |g64| and cosine of each tensor, for
                Flashover and for torch's autocast. Flashover's are its first moments after one step, divided by 1 - beta1.
-    losses     after the last step, for f32 masters and for bf16 alone with stochastic rounding
+    losses     mean of the last 20 steps, for f32 masters and for bf16 alone with stochastic rounding
 """
 
 import argparse
@@ -132,10 +132,14 @@ def compare_gradients(args, init, folder, text):
     }
 
 
+def last(losses):
+    return statistics.mean(losses[-20:])
+
+
 def compare_losses(args, init, folder, text):
     data = folder / "all.bin"
-    write_tokens(data, text[: args.batch * args.context + 1])
-    flags = ["--data", data, "-b", args.batch, "-c", args.context, "--steps", args.steps, "--warmup", WARMUP]
+    write_tokens(data, text)
+    flags = ["--data", data, "--in-order", "-b", args.batch, "-c", args.context, "--steps", args.steps, "--warmup", WARMUP]
     flags += ["--model", init, "--dtype", args.dtype, "--learning-rate", RATE, "--beta1", BETAS[0], "--beta2", BETAS[1], "--weight-decay", DECAY]
     master = train(args, folder / "master", *flags)
     rounded = train(args, folder / "rounded", *flags, "--no-master")
@@ -145,12 +149,13 @@ def compare_losses(args, init, folder, text):
     others = [own for own in model.parameters() if own.dim() != 2]
     groups = [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=1e-8)
-    rows = [text[at * args.context : (at + 1) * args.context + 1] for at in range(args.batch)]
-    tokens = torch.tensor(rows, device=args.device)
-    losses = []
+    count, losses = (len(text) - 1) // args.context, []
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / WARMUP)
+        starts = [(step * args.batch + at) % count * args.context for at in range(args.batch)]
+        rows = [text[start : start + args.context + 1] for start in starts]
+        tokens = torch.tensor(rows, device=args.device)
         with torch.autocast(args.device, torch.bfloat16):
             logits = model(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -162,11 +167,11 @@ def compare_losses(args, init, folder, text):
     return {
         "steps": args.steps,
         "first": [losses[0], master[0], rounded[0]],
-        "torch": losses[-1],
-        "master": master[-1],
-        "stochastic": rounded[-1],
-        "master_over_torch": master[-1] / losses[-1],
-        "stochastic_over_master": rounded[-1] / master[-1],
+        "torch": last(losses),
+        "master": last(master),
+        "stochastic": last(rounded),
+        "master_over_torch": last(master) / last(losses),
+        "stochastic_over_master": last(rounded) / last(master),
     }
 
 

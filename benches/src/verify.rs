@@ -67,10 +67,10 @@ pub(crate) fn verify(
         jobs.extend(models::jobs(device.profile(), fixtures)?);
     }
     if let Some(filter) = filter {
-        jobs.retain(|job| job.name().contains(filter));
+        jobs.retain(|job| job.matches(filter));
         if jobs.is_empty() {
             anyhow::bail!(
-                "no check matches `{filter}`\nhint: use part of a name such as `matmul f32 1x1x1`"
+                "no check matches `{filter}`\nhint: use part of a name such as `matmul f32 1x1x1`, or `train` for all kernels of training"
             );
         }
     }

@@ -74,7 +74,7 @@ pub(crate) struct TrainingArgs {
     /// Maximum tokens per example; longer ones are cut [default: 512, at most the context of the model]
     #[arg(long, short = 'c', value_parser = clap::value_parser!(u32).range(2..))]
     pub(crate) context: Option<u32>,
-    /// Examples per batch [default: 4, or the choice of --preset]
+    /// Examples per batch [default: 4, or the choice of --preset; with --tokens-per-step as many as fit]
     #[arg(long, short = 'b', value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) batch: Option<u32>,
     /// Choose precision and batch that fit the device, unless --quant and -b are given; the only preset is training
@@ -92,9 +92,12 @@ pub(crate) struct TrainingArgs {
     /// Random seed of initial values, of the order of examples and of rounding
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Activations that the backward pass recomputes: fewer take more memory and less time
-    #[arg(long, value_enum, default_value = "layers")]
-    pub(crate) recompute: RecomputeArg,
+    /// Take examples in the order of the file instead of a random one
+    #[arg(long)]
+    pub(crate) in_order: bool,
+    /// Activations that the backward pass recomputes: fewer take more memory and less time [default: as few as fit]
+    #[arg(long, value_enum)]
+    pub(crate) recompute: Option<RecomputeArg>,
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", help = OFFLOAD)]
     pub(crate) offload: Vec<OffloadArg>,
 }

@@ -7,10 +7,10 @@ use std::{env, fs, process};
 use anyhow::{Context, anyhow, bail};
 use command::OutFile;
 use flashover::bench::Ceilings;
-use flashover::memory::{Chosen, Plan, Preset, Workload};
+use flashover::memory::{Chosen, Plan, Preset, Workload, free_bytes};
 use flashover::train::{
-    Adapter, Dataset, FullOptions, LoraOptions, Start, StepMetrics, TrainError, TrainOptions,
-    Trainer, Training, Trains,
+    Adapter, Dataset, FullOptions, LoraOptions, Recompute, Start, StepMetrics, TrainError,
+    TrainOptions, Trainer, Training, Trains,
 };
 use flashover::{Device, Engine, EngineOptions, KvFormat, LoadError, ModelFolder};
 use report::TrainingStep;
@@ -47,7 +47,8 @@ impl Model {
             },
             false => Trains::Adapter(lora.clone()),
         };
-        let recompute = args.training.recompute.into();
+        // Sizes are chosen with the least memory.
+        let recompute = args.training.recompute.map_or(Recompute::Layers, Recompute::from);
         let folder = match (args.of.subject()?, &args.resume) {
             (_, Some(resume)) if full => Some(args.of.load.folder(resume)?),
             (Subject::Folder(folder), _) => Some(args.of.load.folder(&folder)?),
@@ -88,10 +89,20 @@ impl Model {
         args: &Args,
         device: &Device,
         load: &EngineOptions,
-        [batch, context]: [usize; 2],
+        shape: [usize; 2],
     ) -> Result<Plan, LoadError> {
-        let training = Some(self.training.clone());
-        let workload = Workload { training, ..Workload::new(batch, context) };
+        self.plan_of(args, device, load, shape, self.training.clone())
+    }
+
+    fn plan_of(
+        &self,
+        args: &Args,
+        device: &Device,
+        load: &EngineOptions,
+        [batch, context]: [usize; 2],
+        training: Training,
+    ) -> Result<Plan, LoadError> {
+        let workload = Workload { training: Some(training), ..Workload::new(batch, context) };
         match &self.folder {
             Some(folder) => folder.plan(device.profile(), load, workload),
             None => Plan::of_shape(device.profile(), &args.of.name(), load, workload),
@@ -215,6 +226,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (load, sizes) = sizes(args, &model, &device, &data, [longest, context])?;
     let Sizes { batch, accumulate, steps, .. } = sizes;
     model.training.micro_batches = accumulate;
+    if args.training.recompute.is_none() && !model.training.offload.by_layer() {
+        model.training.recompute = recompute(args, &model, &device, &load, [batch, longest])?;
+    }
     args.optimizer.options(&args.training, steps)?;
     let taken = match args.training.full {
         true => output.join("config.json").exists(),
@@ -248,12 +262,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         "context": sizes.context,
         "batch": batch,
         "accumulate": accumulate,
-        "order": args.training.seed,
+        "order": order(args),
     });
     let workload =
         Workload { training: Some(model.training.clone()), ..Workload::new(batch, longest) };
     let load = EngineOptions { workload: Some(Workload::new(1, 1)), ..load };
     let continues = model.adapter.is_some() && args.resume.is_none();
+    let level = model.training.recompute;
     let mut trainer = model.trainer(args, &device, &load, steps)?;
     if continues {
         command::note!(
@@ -281,6 +296,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command::count(batch, "example"),
         if accumulate > 1 { format!(", {accumulate} per step") } else { String::new() },
     );
+    if args.training.recompute.is_none() {
+        command::note!("recomputed in the backward pass: {}", level.name());
+    }
     if data.diverged > 0 {
         command::note!(
             "note: in {} the tokens of the prompt change when the completion follows; the changed ones are trained on, too",
@@ -321,6 +339,11 @@ fn folder_error(path: &Path, why: io::Error) -> TrainError {
     TrainError::Folder { path: path.to_owned(), why }
 }
 
+/// Returns the seed of the order of examples; none for that of the file.
+fn order(args: &Args) -> Option<u64> {
+    (!args.training.in_order).then_some(args.training.seed)
+}
+
 /// Returns the maximum tokens per example.
 fn context(args: &Args, model: &Model) -> anyhow::Result<usize> {
     let max = match &model.folder {
@@ -358,15 +381,23 @@ fn sizes(
         (Some(preset), Some(batch)) => Some(preset.precision(&load, |o| plan(o, batch))?),
         (Some(preset), None) => Some(preset.choose(&load, |o, of| plan(o, of.batch))?),
     };
+    let tokens = args.training.tokens_per_step;
     let (load, batch) = match chosen {
-        None => (load, asked.unwrap_or(USUAL_BATCH)),
+        None => {
+            let usual = |tokens| match tokens {
+                None => Ok(USUAL_BATCH),
+                Some(tokens) => micro_batch(args, model, device, &load, (tokens, longest, context)),
+            };
+            let batch = asked.map_or_else(|| usual(tokens), Ok)?;
+            (load, batch)
+        }
         Some(Chosen { options, plan }) => {
             let batch = plan.workload.batch;
             command::note!("preset training: {}, batches of {batch}", plan.precision());
             (options, batch)
         }
     };
-    let accumulate = match args.training.tokens_per_step {
+    let accumulate = match tokens {
         None => args.training.accumulate as usize,
         Some(tokens) => {
             let own = (batch * context) as u64;
@@ -385,6 +416,49 @@ fn sizes(
         None => data.len().div_ceil(batch * accumulate),
     };
     Ok((load, Sizes { batch, accumulate, steps, context }))
+}
+
+/// Returns true if a plan fits in the memory that is free now.
+fn fits(device: &Device, plan: &Plan) -> bool {
+    plan.fits() && free_bytes(device).is_none_or(|free| plan.peak_bytes() <= free)
+}
+
+/// Returns the largest batch that divides the sequences of a step and fits, at most of 65,536 tokens: more are not faster.
+fn micro_batch(
+    args: &Args,
+    model: &Model,
+    device: &Device,
+    load: &EngineOptions,
+    (tokens, longest, context): (u64, usize, usize),
+) -> anyhow::Result<usize> {
+    const MOST: usize = 1 << 16;
+    let sequences = usize::try_from(tokens)? / context;
+    for batch in (1..=sequences.min((MOST / context).max(1))).rev() {
+        if sequences % batch == 0
+            && fits(device, &model.plan(args, device, load, [batch, longest])?)
+        {
+            command::note!("batches of {}", command::count(batch, "example"));
+            return Ok(batch);
+        }
+    }
+    Ok(1)
+}
+
+/// Returns the level with the most memory that fits.
+fn recompute(
+    args: &Args,
+    model: &Model,
+    device: &Device,
+    load: &EngineOptions,
+    shape: [usize; 2],
+) -> anyhow::Result<Recompute> {
+    for level in Recompute::ALL.into_iter().rev() {
+        let training = Training { recompute: level, ..model.training.clone() };
+        if fits(device, &model.plan_of(args, device, load, shape, training)?) {
+            return Ok(level);
+        }
+    }
+    Ok(Recompute::Layers)
 }
 
 /// A run with everything checked.
@@ -417,7 +491,7 @@ impl Job<'_> {
         let every = |steps: Option<u32>| steps.map_or(usize::MAX, |steps| steps as usize);
         while ended.is_ok() && trainer.done() < steps && !interrupt::came() {
             let step = Stopwatch::start();
-            let batches = data.micro_batches(trainer.done(), batch, accumulate, args.training.seed);
+            let batches = data.micro_batches(trainer.done(), batch, accumulate, order(args));
             let metrics = trainer.step_while(batches, || !interrupt::came());
             let seconds = step.elapsed().as_secs_f64();
             ended = metrics.map(|metrics| {

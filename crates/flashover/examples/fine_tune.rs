@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let engine = Engine::from_folder(&device, folder, &EngineOptions::default(), |_| {})?;
     let mut trainer = Trainer::new(engine, TrainOptions::default())?;
     for step in 0..3 {
-        let micro_batches: Result<Vec<_>, _> = dataset.micro_batches(step, 2, 1, 0).collect();
+        let micro_batches: Result<Vec<_>, _> = dataset.micro_batches(step, 2, 1, Some(0)).collect();
         let metrics = trainer.step(&micro_batches?)?;
         println!("step {}: loss {:.3}", metrics.step, metrics.loss);
     }

@@ -74,6 +74,20 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::optimizer::AdamW,
 ];
 
+/// Kernels of training alone, which the filter `train` selects.
+pub const TRAINING: &[&dyn AnyKernel] = &[
+    &kernels::attention::backward::AttentionBackward,
+    &kernels::norm::backward::NormBackward,
+    &kernels::column_sums::ColumnSums,
+    &kernels::activation::Activate,
+    &kernels::activation::ActivationBackward,
+    &kernels::embed_backward::EmbedBackward,
+    &kernels::cross_entropy::CrossEntropy,
+    &kernels::rope::in_place::RopeInPlace,
+    &kernels::optimizer::Squares,
+    &kernels::optimizer::AdamW,
+];
+
 /// Returns the kernel with this name in records and tune caches.
 pub fn kernel(name: &str) -> Option<&'static dyn AnyKernel> {
     KERNELS.iter().copied().find(|kernel| kernel.name() == name)

@@ -28,6 +28,12 @@ impl Job {
     pub fn name(&self) -> String {
         record::case_name(self.op, &self.params)
     }
+
+    /// Returns true if a filter is part of the name, or is `train` and the kernel is one of training.
+    pub fn matches(&self, filter: &str) -> bool {
+        let trains = || crate::TRAINING.iter().any(|kernel| kernel.name() == self.op);
+        self.name().contains(filter) || (filter == "train" && trains())
+    }
 }
 
 /// See [`crate::AnyKernel::checks`].

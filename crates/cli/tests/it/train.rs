@@ -363,7 +363,7 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     assert!(loss(6) < loss(1), "{lines:?}");
     let flops = |name: &str| lines[1][name].as_f64().expect("a share");
     assert!(
-        0.0 < flops("mfu") && flops("mfu") < flops("hfu") && flops("hfu") < 1.0,
+        0.0 < flops("mfu") && flops("mfu") <= flops("hfu") && flops("hfu") < 1.0,
         "{}",
         lines[1]
     );

@@ -306,13 +306,14 @@ impl Dataset {
         }
     }
 
-    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once, in its own order.
+    /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once: with a seed in a random order of
+    /// its own, else in that of the file.
     pub fn micro_batches(
         &self,
         step: usize,
         batch: usize,
         accumulate: usize,
-        seed: u64,
+        seed: Option<u64>,
     ) -> impl Iterator<Item = Result<Vec<Example>, DatasetError>> + Clone {
         let all = self.len() as u128;
         // The product of three 32-bit numbers may not fit 64 bits.
@@ -320,7 +321,8 @@ impl Dataset {
         let own = move |micro: usize, at: usize| {
             let at = begin + micro as u128 * batch as u128 + at as u128;
             let (epoch, at) = ((at / all) as u64, (at % all) as u64);
-            self.get(permuted(at, all as u64, [seed, epoch]) as usize)
+            let at = seed.map_or(at, |seed| permuted(at, all as u64, [seed, epoch]));
+            self.get(at as usize)
         };
         (0..accumulate).map(move |micro| (0..batch).map(|at| own(micro, at)).collect())
     }
@@ -497,7 +499,7 @@ mod tests {
     fn an_epoch_has_every_example_once() {
         let data = of(10);
         let ids = |step| -> Vec<u32> {
-            let batches: Vec<_> = data.micro_batches(step, 2, 3, 7).collect();
+            let batches: Vec<_> = data.micro_batches(step, 2, 3, Some(7)).collect();
             assert_eq!(batches.len(), 3);
             let examples = batches.into_iter().flat_map(|batch| batch.expect("in memory"));
             examples.map(|example| example.tokens[0]).collect()
@@ -510,6 +512,9 @@ mod tests {
         }
         assert!(all[..10] != all[10..20], "{all:?}");
         assert_eq!(ids(1), ids(1));
+        let plain = data.micro_batches(1, 6, 1, None).flat_map(|batch| batch.expect("in memory"));
+        let plain: Vec<u32> = plain.map(|example| example.tokens[0]).collect();
+        assert_eq!(plain, [6, 7, 8, 9, 0, 1]);
     }
 
     #[test]
@@ -529,7 +534,7 @@ mod tests {
     #[test]
     fn a_step_of_many_micro_batches_is_made_as_it_goes() {
         let (data, max) = (of(10), u32::MAX as usize);
-        let mut batches = data.micro_batches(max, 4, max, 7);
+        let mut batches = data.micro_batches(max, 4, max, Some(7));
         assert!(batches.next().is_some_and(|batch| batch.expect("in memory").len() == 4));
         assert_eq!(batches.size_hint().0, max - 1);
     }
