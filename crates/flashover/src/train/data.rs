@@ -1,7 +1,7 @@
 //! Examples from files.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 use models::Example;
@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use text::{Message, Prompt};
 use time::OffsetDateTime;
 
+use super::sequences::Sequences;
 use super::shards::{Shards, is_bin};
 use crate::engine::{GenerateError, ModelFolder};
 
@@ -29,8 +30,8 @@ pub struct Dataset {
 
 #[derive(Debug)]
 enum Source {
-    /// Examples in the order of the file.
-    Memory(Vec<Example>),
+    /// Examples of a text, in its order, and its path.
+    Text(Sequences, PathBuf),
     Files(Shards),
 }
 
@@ -95,6 +96,7 @@ fn readable(why: &io::Error) -> &'static str {
     match why.kind() {
         io::ErrorKind::Unsupported => "fetch the file with `git lfs pull`",
         io::ErrorKind::InvalidData => "use a text or a .jsonl in UTF-8",
+        io::ErrorKind::StorageFull => "free space in the folder for temporary files (TMPDIR)",
         _ => "use a text, or a .jsonl with one example per line",
     }
 }
@@ -185,17 +187,16 @@ impl Dataset {
         if is(&REFUSED) {
             return Err(DatasetError::Format(path.to_owned()));
         }
-        let text = fs::read_to_string(path).map_err(read)?;
-        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut all = Texts::default();
         let encoder = Encoder::new(folder)?;
-        let mut lines = text
-            .lines()
-            .enumerate()
-            .filter(|(_, line)| !line.trim_matches(is_blank).is_empty())
-            .peekable();
         if is(&LINES) {
-            for (index, line) in lines {
+            // One line is in memory at a time.
+            for (index, line) in BufReader::new(File::open(path).map_err(read)?).lines().enumerate()
+            {
+                let line = line.map_err(read)?;
+                if line.trim_matches(is_blank).is_empty() {
+                    continue;
+                }
                 let bad = |why: String| DatasetError::Line {
                     path: path.to_owned(),
                     line: index + 1,
@@ -206,11 +207,14 @@ impl Dataset {
                 let (example, diverged) = line.example(&encoder)?.ok_or_else(|| {
                     bad("expected the last message from the assistant, at the end of the rendered template".to_owned())
                 })?;
-                all.add(example, diverged, context);
+                all.add(example, diverged, context).map_err(read)?;
             }
         } else {
-            let is_object = |line| serde_json::from_str::<Map<String, Value>>(line).is_ok();
-            if lines.peek().is_some_and(|(_, line)| is_object(line)) {
+            let text = fs::read_to_string(path).map_err(read)?;
+            let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+            let first = text.lines().find(|line| !line.trim_matches(is_blank).is_empty());
+            let is_object = |line: &str| serde_json::from_str::<Map<String, Value>>(line).is_ok();
+            if first.is_some_and(is_object) {
                 log::warn!(
                     "{} looks like JSON lines but is read as plain text\nhint: rename it to .jsonl",
                     path.display()
@@ -218,13 +222,17 @@ impl Dataset {
             }
             let tokens = encoder.whole(text)?;
             for piece in tokens.chunks(context.max(1)) {
-                all.add(Example { tokens: piece.to_vec(), from: 0 }, false, context);
+                let piece = Example { tokens: piece.to_vec(), from: 0 };
+                all.add(piece, false, context).map_err(read)?;
             }
         }
         let Texts { examples, cut, left_out, diverged } = all;
-        match examples.is_empty() {
-            true => Err(DatasetError::Nothing { path: path.to_owned(), context }),
-            false => Ok(Self { source: Source::Memory(examples), cut, left_out, diverged }),
+        match examples.len() {
+            0 => Err(DatasetError::Nothing { path: path.to_owned(), context }),
+            _ => {
+                let source = Source::Text(examples, path.to_owned());
+                Ok(Self { source, cut, left_out, diverged })
+            }
         }
     }
 
@@ -245,7 +253,7 @@ impl Dataset {
     /// Returns the number of examples.
     pub fn len(&self) -> usize {
         match &self.source {
-            Source::Memory(examples) => examples.len(),
+            Source::Text(examples, _) => examples.len(),
             Source::Files(shards) => shards.len(),
         }
     }
@@ -264,20 +272,14 @@ impl Dataset {
     /// Panics past the last example.
     pub fn get(&self, index: usize) -> Result<Example, DatasetError> {
         match &self.source {
-            Source::Memory(examples) => Ok(examples[index].clone()),
+            Source::Text(examples, path) => {
+                examples.get(index).map_err(|why| DatasetError::Read { path: path.clone(), why })
+            }
             Source::Files(shards) => shards.get(index),
         }
     }
 
-    /// Returns the examples in memory; none for files of tokens.
-    pub fn examples(&self) -> &[Example] {
-        match &self.source {
-            Source::Memory(examples) => examples,
-            Source::Files(_) => &[],
-        }
-    }
-
-    /// Returns a hash of the tokens: of all in memory, of some of each file.
+    /// Returns a hash of the tokens: of all of a text, of some of files of tokens.
     ///
     /// # Errors
     /// [`DatasetError::Read`].
@@ -285,7 +287,7 @@ impl Dataset {
         const SOME: usize = 64;
         let all = self.len();
         let step = match &self.source {
-            Source::Memory(_) => 1,
+            Source::Text(..) => 1,
             Source::Files(_) => all.div_ceil(SOME),
         };
         // FNV-1a.
@@ -301,7 +303,7 @@ impl Dataset {
     /// Returns the number of rows of the longest example.
     pub fn longest(&self) -> usize {
         match &self.source {
-            Source::Memory(examples) => examples.iter().map(Example::rows).max().unwrap_or(0),
+            Source::Text(examples, _) => examples.longest(),
             Source::Files(shards) => shards.context(),
         }
     }
@@ -328,27 +330,26 @@ impl Dataset {
     }
 }
 
-/// Examples in memory, while a file is read.
+/// Examples of a file, while it is read.
 #[derive(Default)]
 struct Texts {
-    examples: Vec<Example>,
+    examples: Sequences,
     cut: usize,
     left_out: usize,
     diverged: usize,
 }
 
 impl Texts {
-    fn add(&mut self, mut example: Example, diverged: bool, context: usize) {
+    fn add(&mut self, mut example: Example, diverged: bool, context: usize) -> io::Result<()> {
         let long = example.tokens.len() > context;
         example.tokens.truncate(context);
-        example.tokens.shrink_to_fit();
         if example.learned() == 0 {
             self.left_out += 1;
-            return;
+            return Ok(());
         }
         self.cut += usize::from(long);
         self.diverged += usize::from(diverged);
-        self.examples.push(example);
+        self.examples.add(&example)
     }
 }
 
@@ -491,8 +492,12 @@ mod tests {
     use super::*;
 
     fn of(len: u32) -> Dataset {
-        let examples = (0..len).map(|id| Example { tokens: vec![id, id], from: 0 }).collect();
-        Dataset { source: Source::Memory(examples), cut: 0, left_out: 0, diverged: 0 }
+        let mut all = Sequences::default();
+        for id in 0..len {
+            all.add(&Example { tokens: vec![id, id], from: 0 }).expect("in memory");
+        }
+        let source = Source::Text(all, PathBuf::new());
+        Dataset { source, cut: 0, left_out: 0, diverged: 0 }
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod error;
 mod measure;
 mod save;
 mod schedule;
+mod sequences;
 mod shards;
 
 use std::sync::Arc;

@@ -28,6 +28,11 @@ fn demo() -> PathBuf {
 }
 
 /// Returns a tensor of small integers, so that every product and sum is exact in f32.
+/// Returns all examples of a data set.
+fn examples(data: &flashover::train::Dataset) -> Vec<flashover::train::Example> {
+    (0..data.len()).map(|index| data.get(index).expect("it can be read")).collect()
+}
+
 fn integers(shape: &[usize], salt: usize) -> HostTensor {
     let len = shape.iter().product();
     let values: Vec<f32> = (0..len).map(|i| ((i * 7 + salt * 3) % 11) as f32 - 5.0).collect();

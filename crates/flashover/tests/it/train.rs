@@ -11,7 +11,7 @@ use flashover::{Engine, EngineOptions, ModelFolder};
 use models::Weights;
 use serde_json::json;
 
-use crate::{cpu, demo, fixture};
+use crate::{cpu, demo, examples, fixture};
 
 fn load(name: &str) -> Engine {
     Engine::load(&cpu(), fixture(name), &EngineOptions::default()).expect("a fixture")
@@ -148,19 +148,19 @@ fn examples_come_from_files() {
     let lines =
         "{\"text\": \"One day\"}\n\n{\"prompt\": \"One day\", \"completion\": \" a dog ran\"}\n";
     let data = open("a.jsonl", lines, 64).expect("examples");
-    let [plain, pair] = data.examples() else { panic!("{data:?}") };
+    let [plain, pair] = &examples(&data)[..] else { panic!("{data:?}") };
     let prompt = folder.encode("One day").expect("text");
     assert_eq!((plain.from, &plain.tokens[..prompt.len()]), (0, &prompt[..]));
     assert_eq!((pair.from, pair.tokens.last()), (prompt.len(), Some(&eos)));
     assert!(pair.tokens.len() > prompt.len() + 2 && plain.tokens.last() == Some(&eos));
     // Long examples are cut, and count only if a target token is left.
     let data = open("b.jsonl", lines, prompt.len()).expect("examples");
-    assert_eq!((data.examples().len(), data.cut, data.left_out), (1, 1, 1));
+    assert_eq!((examples(&data).len(), data.cut, data.left_out), (1, 1, 1));
     let text = "Once upon a time there was a little dog. ".repeat(9);
     let data = open("c.txt", &text, 16).expect("examples");
-    let all: Vec<u32> = data.examples().iter().flat_map(|own| own.tokens.clone()).collect();
+    let all: Vec<u32> = examples(&data).iter().flat_map(|own| own.tokens.clone()).collect();
     assert_eq!(all, folder.encode(&text).expect("text"));
-    assert!(data.examples().iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
+    assert!(examples(&data).iter().all(|own| own.tokens.len() <= 16 && own.from == 0));
     for (text, why) in [
         ("{\"text\": 3}", "line 1: `text` is not a string"),
         ("{\"text\": \"a\"}\n{\"question\": \"a\"}", "line 2: unexpected fields (question)"),
@@ -178,7 +178,7 @@ fn examples_come_from_files() {
         assert!(why.contains("expected the last message from the assistant"), "{why}");
     }
     let answer = open("chat.jsonl", &message("assistant"), 64).expect("the demo has a template");
-    assert_eq!(answer.examples().len(), 1);
+    assert_eq!(examples(&answer).len(), 1);
     let gone = Dataset::open(target.path().join("gone"), &folder, 64).expect_err("gone");
     assert!(matches!(gone, DatasetError::Read { .. }), "{gone}");
 }
