@@ -449,3 +449,47 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     let said = text(&made.stderr);
     assert!(said.contains("token 65535 at position 0 is past the vocabulary of 50257"), "{said}");
 }
+
+/// A killed process leaves a whole save, also when it is killed while it saves, and its run goes on to the same bits.
+#[test]
+fn a_killed_run_goes_on_to_the_same_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (data, model) = (path("data.txt"), demo());
+    fs::write(&data, "One day a cat saw a small green box. ".repeat(30)).expect("written");
+    let model = model.to_str().expect("UTF-8");
+    let own = ["train", "--full", "--model", model, "--backend", "cpu", "--data", &data];
+    let size = ["-c", "16", "-b", "1", "--optimizer", "adamw8", "--save-every", "1"];
+    let (whole, killed) = (path("whole"), path("killed"));
+    let own = [&own[..], &size, &["--steps", "9", "--output"]].concat();
+    let resume = [&own[..], &[&killed, "--resume", &killed]].concat();
+    let made = flashover(&[&own[..], &[&whole]].concat());
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    // Once after a save, once in the middle of one.
+    for saves in [1, 4] {
+        let first = [&own[..], &[&killed]].concat();
+        let args = if saves == 1 { &first } else { &resume };
+        let mut child = Command::new(env!("CARGO_BIN_EXE_flashover"))
+            .args(args)
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let mut said = BufReader::new(child.stderr.take().expect("piped")).lines();
+        let wanted = format!("step {saves} of 9: loss");
+        let begun = said.by_ref().map_while(Result::ok).find(|line| line.contains(&wanted));
+        assert!(begun.is_some(), "{saves}");
+        if saves == 1 {
+            let saved = said.map_while(Result::ok).find(|line| line.contains("is saved"));
+            assert!(saved.is_some());
+        }
+        child.kill().expect("it runs");
+        child.wait().expect("it ends");
+    }
+    let made = flashover(&resume);
+    let said = text(&made.stderr);
+    assert!(made.status.success() && said.contains("the run continues after"), "{said}");
+    for file in ["model.safetensors", "flashover_run.safetensors"] {
+        let read = |folder: &str| fs::read(Path::new(folder).join(file)).expect("written");
+        assert!(read(&whole) == read(&killed), "{file}");
+    }
+}
