@@ -242,6 +242,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     let plan = model.plan(args, &device, &load, [batch, longest])?.fitting()?;
+    let state = args.save_every.is_some() || args.resume.is_some();
+    let saves = 1 + args.keep.map_or(0, u64::from);
+    let need = saves.saturating_mul(plan.save_bytes(state));
+    if let Some(free) = command::free_disk(output).filter(|free| *free < need) {
+        bail!(
+            "{} takes {need} bytes to save, but {free} are free there\nhint: free some space, choose another --output, or \
+             a smaller --keep",
+            output.display()
+        );
+    }
     let unwritable = |why| {
         anyhow!(
             "cannot write into {}: {why}\nhint: choose an --output folder that you can write",

@@ -8,6 +8,15 @@ pub use outfile::{OutFile, OutFileError};
 pub use parse::parse;
 pub use print::{PrintError, note_text, print, print_on};
 
+/// Returns the bytes that a user can write to the file system of a path, or of its nearest folder that exists; none if the system
+/// does not say.
+pub fn free_disk(path: &std::path::Path) -> Option<u64> {
+    let absolute = std::path::absolute(path).ok()?;
+    let there = absolute.ancestors().find(|path| path.exists())?;
+    let of = rustix::fs::statvfs(there).ok()?;
+    Some(of.f_bavail.saturating_mul(of.f_frsize))
+}
+
 /// Formats a count with its noun: `1 step`, `2 steps`.
 pub fn count(number: usize, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })

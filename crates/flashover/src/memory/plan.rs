@@ -102,6 +102,22 @@ impl Plan {
         vec![weights, trained, gradients, optimizer, activations, workspace]
     }
 
+    /// Returns the bytes of a save of all weights, with the state that continues the run if asked for; 0 for an adapter, which is
+    /// small.
+    pub fn save_bytes(&self, state: bool) -> u64 {
+        let Some(Training { trains: Trains::Weights { master, moments, muon }, .. }) =
+            self.workload.training
+        else {
+            return 0;
+        };
+        let size: u64 = if matches!(&*self.dtype, "bf16" | "f16") { 2 } else { 4 };
+        let weights = self.weights_bytes / size;
+        let exact = if master && size == 2 { 4 } else { 0 };
+        // Muon has one moment of most weights.
+        let moments = if muon { 4 * weights } else { moments.bytes(weights) };
+        self.weights_bytes + if state { exact * weights + moments } else { 0 }
+    }
+
     /// Returns the names of compute dtype and weight format.
     pub fn precision(&self) -> String {
         match self.weight_format {

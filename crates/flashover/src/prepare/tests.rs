@@ -1,5 +1,6 @@
 use super::*;
-use models::{Recompute, Training};
+use models::{Offload, Recompute, Training, Trains};
+use ops::training::Moments;
 
 use crate::memory::{MemoryBudget, PlanError, compute_name};
 
@@ -180,4 +181,28 @@ fn eight_billion_are_trained_on_a_small_card_in_4_bits() {
     assert!(!more.fits() && more.advice().starts_with(&format!("a batch of {batch} fits")));
     let kept = plan(Some(WeightFormat::Nf4), 8, 512, Recompute::Nothing);
     assert!(!kept.fits() && kept.advice().contains("--recompute layers"), "{kept}");
+}
+
+#[test]
+fn all_weights_of_eight_billion_are_trained_on_a_24_gib_card() {
+    let plan = |offload, micro_batches| {
+        let trains = Trains::Weights { master: false, moments: Moments::Int8, muon: false };
+        let recompute = Recompute::Layers;
+        let training = Some(Training { trains, recompute, offload, micro_batches });
+        let workload = Workload { training, ..Workload::new(2, 2048) };
+        Plan::of_shape(&card("rtx4090"), "llama-3-8b", &EngineOptions::default(), workload)
+            .expect("valid")
+    };
+    let all = Offload { optimizer: true, gradients: true, inputs: true };
+    let made = plan(all, 32);
+    assert!(made.fits() && made.peak_bytes() < 20 << 30, "{made}");
+    // Moments, gradients in f32, and an input of each layer and micro-batch.
+    assert!((80..84).contains(&(made.host_bytes >> 30)), "{made}");
+    assert_eq!(plan(all, 1).peak_bytes(), made.peak_bytes());
+    // Gradients on the card leave no room.
+    let state = plan(Offload { optimizer: true, ..Offload::default() }, 1);
+    assert!(!state.fits() && state.advice().contains("--offload optimizer,gradients"), "{state}");
+    assert!(plan(Offload::default(), 1).advice().contains("--offload optimizer"));
+    let weights = 2 * 8_030_261_248;
+    assert!(made.save_bytes(false) >= weights && made.save_bytes(true) >= 2 * weights);
 }
