@@ -285,13 +285,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "note: training continues from the adapter; AdamW and the schedule start from their beginning"
         );
     }
-    let log = match &args.log {
-        None => None,
-        Some(path) => {
-            let ceilings = Ceilings::measure(trainer.engine())?;
-            Some(Log::create(path, ceilings, &plan)?)
-        }
-    };
+    // Before memory is reserved, because it takes some.
+    let ceilings = args.log.as_ref().map(|_| Ceilings::measure(trainer.engine())).transpose()?;
     trainer.reserve(&workload)?;
     if let Some(resume) = &args.resume {
         trainer.resume(resume, &run)?;
@@ -315,11 +310,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             command::count(data.diverged, "example")
         );
     }
+    let log = args.log.as_deref().zip(ceilings);
+    let log = log.map(|(path, ceilings)| Log::create(path, ceilings, &plan)).transpose()?;
     let job = Job { args, what, data, held_out, sizes, run, log };
     job.train(&device, trainer, outputs)
 }
 
-/// Saves into a folder of the step inside of the output folder, and removes all but the last `keep` of them.
+/// Saves into a folder of the step inside of the output folder, and removes all but the last `keep` up to this step.
 fn keep_last(
     trainer: &mut Trainer,
     output: &Path,
@@ -327,7 +324,8 @@ fn keep_last(
     run: &Value,
 ) -> Result<(), TrainError> {
     const PREFIX: &str = "step-";
-    let own = output.join(format!("{PREFIX}{:06}", trainer.done()));
+    let done = trainer.done();
+    let own = output.join(format!("{PREFIX}{done:06}"));
     let reading = |why| folder_error(output, why);
     fs::create_dir_all(output).map_err(reading)?;
     trainer.checkpoint_into(&mut Adapter::begin(&own)?, run)?;
@@ -336,7 +334,8 @@ fn keep_last(
         let path = entry.map_err(reading)?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let step = name.strip_prefix(PREFIX).and_then(|step| step.parse::<usize>().ok());
-        all.extend(step.map(|step| (step, path)));
+        // Later ones are of another run.
+        all.extend(step.filter(|step| *step <= done).map(|step| (step, path)));
     }
     all.sort();
     for (_, old) in &all[..all.len().saturating_sub(keep)] {
@@ -433,7 +432,7 @@ fn fits(device: &Device, plan: &Plan) -> bool {
     plan.fits() && free_bytes(device).is_none_or(|free| plan.peak_bytes() <= free)
 }
 
-/// Returns the largest batch that divides the sequences of a step and fits, at most of 65,536 tokens: more are not faster.
+/// Returns the largest batch that divides the sequences of a step and fits, of at most 65,536 tokens.
 fn micro_batch(
     args: &Args,
     model: &Model,

@@ -4,7 +4,8 @@
 //! f64 reference, and the bench cases. It also defines the instances to cross-compile and the peers. `bench`, `verify`,
 //! `tune`, `targets` and the tests of `kernels` iterate [`KERNELS`] and name no kernel.
 //!
-//! To add a kernel, implement [`KernelSuite`] in a new file and append a line to [`KERNELS`].
+//! To add a kernel, implement [`KernelSuite`] in a new file and append a line to [`KERNELS`]; for one of training alone, also to
+//! [`TRAINING`].
 
 mod any;
 mod bench;

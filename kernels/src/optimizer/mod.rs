@@ -33,6 +33,7 @@
 mod adamw;
 mod codes;
 mod control;
+mod step;
 
 pub use adamw::{
     AdamW, AdamWConfig, AdamWOperands, AdamWProblem, BlockBuffers, InvalidAdamW, Moments, Rule,

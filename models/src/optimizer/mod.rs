@@ -114,6 +114,11 @@ impl HostWeights {
         Ok(Self { groups: parameters.groups().iter().map(group).collect::<Result<_, _>>()? })
     }
 
+    /// Returns the number of bytes.
+    pub fn bytes(&self) -> usize {
+        self.groups.iter().map(|(_, buffer)| buffer.len()).sum()
+    }
+
     /// Overwrites values from `at` on, which are of one group.
     pub(crate) fn write(&mut self, at: usize, values: &[f32]) {
         let group = self.groups.iter_mut().find(|(range, _)| range.contains(&at));

@@ -92,8 +92,7 @@ impl MuonState {
                 _ => Tensor::cat(updates, 0),
             };
             let master = self.master.as_ref().map(of).transpose()?;
-            let first = u32::try_from(at).unwrap_or(u32::MAX);
-            let by = Scalars { first, ..scalars };
+            let by = Scalars { first: at as u32, ..scalars };
             descend(ctx, &update, &of(weights)?, master.as_ref(), control, by)?;
         }
         Ok(())

@@ -372,13 +372,15 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
     // Each save in a folder of its own, of which the last stay.
     let kept = path("kept");
+    let other = Path::new(&kept).join("step-000900");
+    fs::create_dir_all(&other).expect("a folder of another run");
     full(&["--output", &kept, "--steps", "5", "--save-every", "1", "--keep", "2"]);
     let names =
         fs::read_dir(&kept).expect("written").map(|entry| entry.expect("listed").file_name());
     let mut names: Vec<_> = names.filter_map(|name| name.into_string().ok()).collect();
     names.retain(|name| name.starts_with("step-"));
     names.sort();
-    assert_eq!(names, ["step-000003", "step-000004"]);
+    assert_eq!(names, ["step-000003", "step-000004", "step-000900"]);
     let fourth = Path::new(&kept).join("step-000004");
     full(&[
         "--output",

@@ -52,7 +52,7 @@ pub use sampling::{Sampling, Token};
 pub use session::{Session, Tokens};
 pub use text::TextStream;
 pub use trainable::Start;
-pub(crate) use trainable::{Exact, SourceFiles, Trainable};
+pub(crate) use trainable::{Exact, SourceFiles, Trainable, host_link};
 
 /// A model on a device. Clones share it.
 ///

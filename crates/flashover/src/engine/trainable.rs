@@ -9,6 +9,7 @@ use models::{
     Decoder, DecoderConfig, FlatWeights, HostWeights, Offload, Parameters, Training, Trains,
     Weights, Workload,
 };
+use ops::Ctx;
 use ops::training::{Link, link};
 use serde_json::Value;
 
@@ -70,6 +71,18 @@ impl SourceFiles {
         };
         let others = model_files::others(folder, weights.checkpoint())?;
         Ok(Self { config, folder: folder.to_owned(), others, prefix: Some(weights.prefix()) })
+    }
+}
+
+/// Opens the way to host memory if a part of training is there.
+pub(crate) fn host_link(
+    offload: Offload,
+    ctx: &Ctx,
+    device: &burn::tensor::Device,
+) -> Result<Option<Arc<Link>>, models::Error> {
+    match offload == Offload::default() {
+        true => Ok(None),
+        false => Ok(Some(Arc::new(link(ctx, device)?))),
     }
 }
 
@@ -151,10 +164,7 @@ impl Engine {
                 prefix: None,
             },
         };
-        let link = match training.offload == Offload::default() {
-            true => None,
-            false => Some(Arc::new(link(&ctx, &on).map_err(models::Error::from)?)),
-        };
+        let link = host_link(training.offload, &ctx, &on).map_err(LoadError::Folder)?;
         let exact = matches!(training.trains, Trains::Weights { master: true, .. });
         let (weights, master) = match (exact && dtype != FloatDType::F32, &link) {
             (false, _) => (filled(dtype, None)?, Exact::Absent),

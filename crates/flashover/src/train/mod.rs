@@ -20,12 +20,12 @@ use models::{
     Activations, FlatAdapter, FlatWeights, Footprint, Gradients, LossScale, Master, Optimizer,
     Parking, Trained, Workload,
 };
-use ops::training::{Control, Link, link};
+use ops::training::{Control, Link};
 use serde::Serialize;
 
 use crate::device::Device;
 use crate::device_error::{DeviceError, check_free};
-use crate::engine::{Engine, Exact, SourceFiles, Trainable};
+use crate::engine::{Engine, Exact, SourceFiles, Trainable, host_link};
 use crate::memory::{Grant, Plan, PlanError, check_host};
 use crate::model_files::CONFIG;
 use crate::options::EngineOptions;
@@ -188,14 +188,10 @@ impl Trainer {
         let TrainOptions { schedule, optimizer, recompute, offload, .. } = options;
         let trains = Trains::Adapter(adapter.options().clone());
         let training = Training { trains, recompute, offload, micro_batches: 1 };
-        let link = match offload == Offload::default() {
-            true => None,
-            false => {
-                let decoder = engine.decoder();
-                let link = link(decoder.ctx(), decoder.device()).map_err(models::Error::from)?;
-                Some(Arc::new(link))
-            }
-        };
+        let decoder = engine.decoder();
+        let link = host_link(offload, decoder.ctx(), decoder.device())?;
+        let config = std::fs::read_to_string(engine.folder().join(CONFIG));
+        warn_of_dropout(&config.unwrap_or_default());
         Ok(Self::of(engine, Subject::Adapter(adapter), training, (schedule, optimizer), link))
     }
 
@@ -218,6 +214,7 @@ impl Trainer {
         let training = Training { trains, recompute, offload, micro_batches: 1 };
         let Trainable { engine, weights, master, link, files } =
             Engine::trainable(device, start, engine, &training)?;
+        warn_of_dropout(&files.config);
         let subject = Subject::Weights { files, weights: weights.into(), master };
         Ok(Self::of(engine, subject, training, (schedule, optimizer), link))
     }
@@ -229,7 +226,6 @@ impl Trainer {
         (schedule, optimizer): (Schedule, AdamWOptions),
         link: Option<Arc<Link>>,
     ) -> Self {
-        warn_of_dropout(&engine);
         let activations = training.recompute.into();
         Self {
             schedule,
@@ -298,7 +294,12 @@ impl Trainer {
         let new = if self.state.is_none() { kept } else { parts.saved };
         check_free(self.engine.device(), new + transient)?;
         if self.state.is_none() {
-            check_host(parts.host)?;
+            // Exact weights in host memory are loaded already.
+            let held = match &self.subject {
+                Subject::Weights { master: Exact::Host(master), .. } => master.bytes() as u128,
+                _ => 0,
+            };
+            check_host(parts.host.saturating_sub(held))?;
             self.state = Some(self.first_state()?);
         }
         self.activations = Activations::new(recompute, parts, self.engine.decoder().device());
@@ -325,12 +326,9 @@ impl Trainer {
                 None
             }
         };
-        let master = match &mut exact {
-            Exact::Host(_) => match exact {
-                Exact::Host(master) => Master::Host(master),
-                _ => unreachable!("just matched"),
-            },
-            Exact::Device(master) => Master::Device(master),
+        let master = match exact {
+            Exact::Host(master) => Master::Host(master),
+            Exact::Device(ref master) => Master::Device(master),
             Exact::Absent | Exact::Taken => Master::Absent,
         };
         let trained = trained(&self.subject, adapter.as_ref());
@@ -503,10 +501,9 @@ impl Trainer {
     }
 }
 
-/// Warns that dropout of a model's config is ignored.
-fn warn_of_dropout(engine: &Engine) {
-    let Ok(text) = std::fs::read_to_string(engine.folder().join(CONFIG)) else { return };
-    let Ok(serde_json::Value::Object(fields)) = serde_json::from_str(&text) else { return };
+/// Warns that dropout of a model's config.json is ignored.
+fn warn_of_dropout(config: &str) {
+    let Ok(serde_json::Value::Object(fields)) = serde_json::from_str(config) else { return };
     let drops = |(name, value): &(&String, &serde_json::Value)| {
         (name.ends_with("_pdrop") || name.contains("dropout")) && value.as_f64() > Some(0.0)
     };

@@ -111,6 +111,8 @@ impl Gradients {
             return Ok(ops::training::clear(ctx, &self.sums)?);
         };
         let mut state = own.state.borrow_mut();
+        // An abandoned step leaves a piece open.
+        state.open = None;
         state.norms.clear();
         state.saved.fill(false);
         let rest = self.sums.dims()[0] - own.window;
