@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::DecoderConfig;
+use crate::{DecoderConfig, Error};
 
 /// The fields of a model's `config.json` that change the logits.
 struct Published {
@@ -172,14 +172,25 @@ pub fn named(name: &str) -> Option<DecoderConfig> {
     Some(DecoderConfig::from_json(published.json).expect("every published text is tested to read"))
 }
 
-/// Returns the `config.json` of a public model whose weights have a dtype, such as `bfloat16`.
-pub fn config_json(name: &str, dtype: &str) -> Option<String> {
-    let published = PUBLISHED.iter().find(|published| published.name == name)?;
-    let mut json: Value = serde_json::from_str(published.json).expect("it is tested to read");
-    let family = named(name)?.family;
+/// Returns the text of the `config.json` of a public model, without dtype and architecture.
+pub fn text(name: &str) -> Option<&'static str> {
+    Some(PUBLISHED.iter().find(|published| published.name == name)?.json)
+}
+
+/// Returns a `config.json` for weights of a dtype, such as `bfloat16`, given a text without it.
+///
+/// # Errors
+/// Those of [`DecoderConfig::from_json`].
+pub fn with_dtype(text: &str, dtype: &str) -> Result<String, Error> {
+    let family = DecoderConfig::from_json(text)?.family;
+    let read = serde_json::from_str::<Value>(text);
+    let mut json = read.map_err(|why| Error::Json { file: "config.json", why })?;
     json["architectures"] = json!([family.architecture()]);
     json["dtype"] = dtype.into();
-    Some(format!("{json:#}\n"))
+    if let Some(fields) = json.as_object_mut() {
+        fields.remove("torch_dtype");
+    }
+    Ok(format!("{json:#}\n"))
 }
 
 #[cfg(test)]

@@ -117,7 +117,7 @@ pub(crate) struct SubjectArgs {
     /// Folder with config.json and safetensors, or owner/name[@revision] on the Hugging Face Hub
     #[arg(long, short)]
     model: Option<PathBuf>,
-    /// Published model shape to fill with random weights, such as llama-3-8b
+    /// Published model shape to fill with random weights, such as llama-3-8b, or a config.json
     #[arg(long, value_parser = choice::<String>(Engine::shapes()), hide_possible_values = true)]
     shape: Option<String>,
     #[command(flatten)]

@@ -50,8 +50,8 @@ pub enum LoadError {
         /// Backend of the device.
         backend: Backend,
     },
-    /// The name is not one of [`Engine::shapes`](crate::Engine::shapes).
-    #[error("unknown shape `{shape}`\nhint: use one of {known}")]
+    /// The name is neither one of [`Engine::shapes`](crate::Engine::shapes) nor that of a `.json` file.
+    #[error("unknown shape `{shape}`\nhint: name a config.json, or one of {known}")]
     Shape {
         /// The requested name.
         shape: String,

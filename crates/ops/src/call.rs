@@ -198,7 +198,12 @@ impl Parts<CubeBackend> {
         let dense = |part: Optional<CubeBackend>| {
             part.into_option().map(|tensor| into_contiguous(tensor).handle)
         };
-        EpilogueBuffers { bias: dense(bias), gate: dense(gate), residual: dense(residual) }
+        EpilogueBuffers {
+            bias: dense(bias),
+            pre_activation: None,
+            gate: dense(gate),
+            residual: dense(residual),
+        }
     }
 }
 

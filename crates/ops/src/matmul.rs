@@ -337,6 +337,7 @@ impl MatmulOps for CubeBackend {
                 activation: spec.activation,
                 gate: parts.gate.is_present(),
                 residual: parts.residual.is_present(),
+                ..kernels::matmul::Epilogue::default()
             },
             grouped: spec.groups.is_some(),
             norm: spec.norm.map(|norm| norm.kind),
@@ -587,7 +588,7 @@ fn bare_matmul<B: MatmulOps>(
     }
 }
 
-const fn precision_of(dtype: DType) -> Precision {
+pub(crate) const fn precision_of(dtype: DType) -> Precision {
     match dtype {
         DType::F16 => Precision::F16,
         DType::Bf16 => Precision::Bf16,

@@ -1,7 +1,7 @@
 //! Batched matmul with an epilogue.
 //!
 //! ```text
-//! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up is optional
+//! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up is optional; the gate may be a derivative at gate
 //! with a norm, lhs is norm(lhs), rounded as by a separate kernel; the reference does not round it
 //! lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]   out, gate, residual: [batch.., m, n]
 //!   for each output position [.., row, col]:
@@ -67,11 +67,15 @@ pub struct Epilogue<'a> {
     pub norm: Option<RowNorm<'a>>,
     /// [n]
     pub bias: Option<&'a [f32]>,
+    /// Format in which `lhs·rhs + bias` is stored before the activation, if it is; the reference does not round it.
+    pub pre_activation: Option<DType>,
     pub activation: Option<Activation>,
     /// A second matmul that the first one gates.
     pub up: Option<Up<'a>>,
     /// [batch.., m, n]
     pub gate: Option<&'a [f32]>,
+    /// The factor is the derivative of this activation at the gate, instead of the gate.
+    pub slope: Option<Activation>,
     /// [batch.., m, n]
     pub residual: Option<&'a [f32]>,
 }
@@ -94,8 +98,16 @@ pub struct Up<'a> {
 
 impl<'a> Epilogue<'a> {
     /// Epilogue that does nothing.
-    pub const NONE: Self =
-        Self { norm: None, bias: None, activation: None, up: None, gate: None, residual: None };
+    pub const NONE: Self = Self {
+        norm: None,
+        bias: None,
+        pre_activation: None,
+        activation: None,
+        up: None,
+        gate: None,
+        slope: None,
+        residual: None,
+    };
 
     /// Epilogue with only a bias `[n]`.
     pub const fn bias(bias: &'a [f32]) -> Self {
@@ -549,12 +561,14 @@ impl Epilogue<'_> {
     /// `up`.
     fn apply<T: Number>(&self, sum: T, up: Option<T>, at: usize, col: usize) -> T {
         let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
+        let x = self.pre_activation.map_or(x, |dtype| x.stored(dtype));
         let mut value = self.activation.map_or(x, |activation| activation.apply(x));
         if let Some(up) = up {
             value = value * up;
         }
         if let Some(gate) = self.gate {
-            value = value * T::from(gate[at]);
+            let gate = T::from(gate[at]);
+            value = value * self.slope.map_or(gate, |activation| activation.derivative(gate));
         }
         if let Some(residual) = self.residual {
             value += T::from(residual[at]);

@@ -281,7 +281,13 @@ impl KernelSuite for Q8_0Matmul {
         let mut problems: Vec<_> = SHAPES.iter().zip(rows).map(|(s, m)| product(m, *s)).collect();
         problems.extend([1, 2, 7, 8, 16, 40].map(|m| product(m, (48, 512))));
         problems.extend([1, 5, 33].map(|m| product(m, (131, 160))));
-        let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+        let all = |activation| Epilogue {
+            bias: true,
+            activation,
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         for epilogue in [
             Epilogue { bias: true, ..Epilogue::default() },
             Epilogue { residual: true, ..Epilogue::default() },
@@ -339,6 +345,7 @@ impl KernelSuite for Q8_0Matmul {
                 bias: bias.then(|| make(p.weight.n as usize, 2)),
                 gate: gate.then(|| make(out_len, 3)),
                 residual: residual.then(|| make(out_len, 4)),
+                ..EpilogueBuffers::default()
             },
         };
         launch_twice::<Self>(device, p, config, &operands, &[&operands.out])?;
@@ -375,8 +382,13 @@ impl KernelSuite for Q8_0Matmul {
 
     /// Every GEMV config for one, two and many rows of x.
     fn instances() -> Vec<InstanceCase<Q8_0MatmulProblem>> {
-        let epilogue =
-            Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+        let epilogue = Epilogue {
+            bias: true,
+            activation: Some(Activation::Gelu),
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         let plain = |m| {
             let problem = Q8_0MatmulProblem::new(m, weight(4096, 4096), DType::Bf16);
             problem.expect("there are rows")
@@ -415,9 +427,9 @@ fn verdict(
         norm: None,
         bias: bias.as_deref(),
         activation: p.epilogue.activation.map(reference_activation),
-        up: None,
         gate: gate.as_deref(),
         residual: residual.as_deref(),
+        ..reference::Epilogue::NONE
     };
     let reference = reference_of(&dense);
     let sample = match sample {

@@ -22,7 +22,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 use super::{ActivationConfig, ActivationProblem, Plan};
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
-use crate::matmul::{activation, slope};
+use crate::matmul::{Arithmetic, activation, slope};
 use crate::round::rounded;
 
 /// The kernel of an activation's gradients.
@@ -148,8 +148,8 @@ fn backward<F: Float, N: Size>(
         #[unroll]
         for e in 0..N::value() {
             let (d, x) = (f32::cast_from(given.extract(e)), f32::cast_from(value.extract(e)));
-            let own = activation(x, comptime!(Some(plan.activation)));
-            let bent = slope(x, plan.activation);
+            let own = activation(x, comptime!(Some(plan.activation)), Arithmetic::Plain);
+            let bent = slope(x, plan.activation, Arithmetic::Plain);
             if comptime!(plan.gated) {
                 let gate = f32::cast_from(gate.extract(e));
                 dz.insert(e, rounded::<F>(d * gate * bent, plan.rounds));

@@ -11,7 +11,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 use super::{ActivationConfig, ActivationProblem, Plan};
 use crate::elem::{elem, rounding};
 use crate::launch::{index_width, launch};
-use crate::matmul::activation;
+use crate::matmul::{Arithmetic, activation};
 use crate::round::rounded;
 
 /// The activation kernel.
@@ -130,8 +130,11 @@ fn activate<F: Float, N: Size>(
         let mut out = Vector::<F, N>::new(F::from_int(0));
         #[unroll]
         for e in 0..N::value() {
-            let own =
-                activation(f32::cast_from(value.extract(e)), comptime!(Some(plan.activation)));
+            let own = activation(
+                f32::cast_from(value.extract(e)),
+                comptime!(Some(plan.activation)),
+                Arithmetic::Plain,
+            );
             if comptime!(plan.gated) {
                 out.insert(e, rounded::<F>(own * f32::cast_from(gate.extract(e)), plan.rounds));
             } else {

@@ -1,8 +1,14 @@
-//! `out = round(residual + gate · activation(sum + bias))`: the epilogue of a matmul.
+//! The epilogue of a matmul. Every part is optional.
 //!
-//! The bias `[n]` has the operands' type; gate and residual `[batch, m, n]` have the result's type.
-//! Every part is optional; all arithmetic is f32 until the single rounding. The residual may alias
-//! the result: the unit that writes an element also reads it.
+//! ```text
+//!   z = sum + bias             out = round(residual + gate · activation(z))
+//!
+//!   forward pass of a layer:   z is stored too; the activation reads z as it is stored
+//!   backward pass:             out = round(residual + sum · activation'(z)), where the gate's buffer holds z
+//! ```
+//!
+//! The bias `[n]` has the operands' type; gate, residual and z `[batch, m, n]` have the result's type. All arithmetic is f32
+//! until out and z are rounded. The residual may alias the result: the unit that writes an element also reads it.
 //!
 //! GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), exact and by its tanh formula.
 //! SiLU: `x · σ(x)`, Elfwing et al. (2017); gated as in Shazeer, "GLU Variants Improve Transformer"
@@ -14,7 +20,7 @@ use cubecl::server::Handle;
 use serde::{Deserialize, Serialize};
 use tune::Queue;
 
-use crate::tile::quad_transpose;
+use crate::tile::{exp2, quad_transpose, reciprocal};
 
 /// Activation function, applied per element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -38,6 +44,14 @@ impl Activation {
             Self::GeluTanh => "gelu_tanh",
         }
     }
+
+    const fn name_of_slope(self) -> &'static str {
+        match self {
+            Self::Silu => "silu_slope",
+            Self::Gelu => "gelu_slope",
+            Self::GeluTanh => "gelu_tanh_slope",
+        }
+    }
 }
 
 /// Parts of the epilogue that a problem uses.
@@ -47,21 +61,28 @@ impl Activation {
 pub struct Epilogue {
     /// Adds a vector `[n]` to every row.
     pub bias: bool,
+    /// Also stores `sum + bias`, in the result's type; the activation is then that of the stored value.
+    #[serde(default)]
+    pub pre_activation: bool,
     pub activation: Option<Activation>,
     /// Multiplies by a matrix of the result's shape.
     pub gate: bool,
+    /// Multiplies by the derivative of this activation at the gate, instead of by the gate.
+    #[serde(default)]
+    pub slope: Option<Activation>,
     /// Adds a matrix of the result's shape.
     pub residual: bool,
 }
 
 impl Epilogue {
-    /// Names of the parts that are present, in the order `bias silu gate residual`.
+    /// Names of the parts that are present, in the order `bias pre_activation silu gate residual`.
     pub fn names(self) -> Vec<&'static str> {
         let flag = |on: bool, name| on.then_some(name);
         [
             flag(self.bias, "bias"),
+            flag(self.pre_activation, "pre_activation"),
             self.activation.map(Activation::name),
-            flag(self.gate, "gate"),
+            flag(self.gate, self.slope.map_or("gate", Activation::name_of_slope)),
             flag(self.residual, "residual"),
         ]
         .into_iter()
@@ -74,6 +95,8 @@ impl Epilogue {
 #[derive(Debug, Clone, Default)]
 pub struct EpilogueBuffers {
     pub bias: Option<Handle>,
+    /// Written.
+    pub pre_activation: Option<Handle>,
     pub gate: Option<Handle>,
     pub residual: Option<Handle>,
 }
@@ -92,22 +115,24 @@ impl EpilogueBuffers {
         };
         Self {
             bias: make(epilogue.bias, bias, 0),
+            pre_activation: make(epilogue.pre_activation, out, 3),
             gate: make(epilogue.gate, out, 1),
             residual: make(epilogue.residual, out, 2),
         }
     }
 }
 
-/// Epilogue with its buffers; gate and residual in vectors of `N`.
+/// Epilogue with its buffers; matrices in vectors of `N`.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Finish<F: Float, E: Float, N: Size> {
     bias: ComptimeOption<Box<[F]>>,
+    pre_activation: ComptimeOption<Box<[Vector<E, N>]>>,
     gate: ComptimeOption<Box<[Vector<E, N>]>>,
     residual: ComptimeOption<Box<[Vector<E, N>]>>,
     /// Parts that are present. Repeated because CubeCL 0.11 caches compiled kernels under a hash
     /// that ignores whether an option is `Some` or `None`.
     #[cube(comptime)]
-    epilogue: Epilogue,
+    pub(crate) epilogue: Epilogue,
 }
 
 impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
@@ -120,7 +145,7 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     ) -> Self {
         let matrix = |handle: &Option<Handle>| {
             let arg = handle.as_ref().map(|h| {
-                // SAFETY: gate and residual have the result's size.
+                // SAFETY: matrices of an epilogue have the result's size.
                 unsafe { BufferArg::from_raw_parts(h.clone(), vectors) }
             });
             ComptimeOptionArgs::from(arg)
@@ -131,6 +156,7 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
         });
         Self::new(
             ComptimeOptionArgs::from(bias),
+            matrix(&buffers.pre_activation),
             matrix(&buffers.gate),
             matrix(&buffers.residual),
             epilogue,
@@ -140,7 +166,7 @@ impl<F: Float, E: Float, N: Size> FinishLaunch<F, E, N> {
     /// Launch arguments of an empty epilogue.
     pub(crate) fn nothing() -> Self {
         let none = || ComptimeOptionArgs::None;
-        Self::new(ComptimeOptionArgs::None, none(), none(), Epilogue::default())
+        Self::new(ComptimeOptionArgs::None, none(), none(), none(), Epilogue::default())
     }
 }
 
@@ -153,31 +179,59 @@ pub(crate) struct Columns {
 
 #[cube]
 impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
-    /// Returns `activation(sum + bias)` for the sums of columns `col..`. Columns past the end use
-    /// the last bias element; they are never stored.
-    pub(crate) fn activate<W: Size>(
+    /// Returns the results of the sums of columns `col..`, at vector `at`. Columns past the end use the last bias element; they
+    /// are never stored.
+    pub(crate) fn vector<W: Size>(
         &self,
         sum: Vector<f32, W>,
+        at: usize,
         col: u32,
         columns: &Columns,
     ) -> Vector<f32, W> {
         let mut value = self.biased::<W>(sum, col, columns);
+        #[comptime]
+        match &self.pre_activation {
+            ComptimeOption::Some(to) => {
+                let stored = Vector::<E, N>::cast_from(value);
+                // SAFETY: a kernel's buffer lives as long as the kernel, and this unit alone writes `at`.
+                let mut to = unsafe { to.as_boxed_unchecked() };
+                to[at] = stored;
+                value = Vector::cast_from(stored);
+            }
+            ComptimeOption::None => {}
+        }
+        self.join::<W>(self.activated::<W>(value, Arithmetic::Plain), at)
+    }
+
+    /// Returns the results of a GLU, at vector `at`: the gate sums in columns `cols.0..`, the up sums in `cols.1..`.
+    pub(crate) fn vector_of_two<W: Size>(
+        &self,
+        sums: (Vector<f32, W>, Vector<f32, W>),
+        at: usize,
+        cols: (u32, u32),
+        columns: &Columns,
+    ) -> Vector<f32, W> {
+        let gate =
+            self.activated::<W>(self.biased::<W>(sums.0, cols.0, columns), Arithmetic::Plain);
+        self.join::<W>(gate * self.biased::<W>(sums.1, cols.1, columns), at)
+    }
+
+    fn activated<W: Size>(
+        &self,
+        value: Vector<f32, W>,
+        #[comptime] by: Arithmetic,
+    ) -> Vector<f32, W> {
+        let mut value = value;
         if comptime!(self.epilogue.activation.is_some()) {
             #[unroll]
             for e in 0..W::value() {
-                value.insert(e, activation(value.extract(e), self.epilogue.activation));
+                value.insert(e, activation(value.extract(e), self.epilogue.activation, by));
             }
         }
         value
     }
 
-    /// Returns `sum + bias` for the sums of columns `col..`.
-    pub(crate) fn biased<W: Size>(
-        &self,
-        sum: Vector<f32, W>,
-        col: u32,
-        columns: &Columns,
-    ) -> Vector<f32, W> {
+    fn biased<W: Size>(&self, sum: Vector<f32, W>, col: u32, columns: &Columns) -> Vector<f32, W> {
         let mut value = sum;
         #[comptime]
         match &self.bias {
@@ -195,12 +249,17 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         value
     }
 
-    /// Returns `residual + gate · value`, with vector `at` of both.
-    pub(crate) fn join<W: Size>(&self, value: Vector<f32, W>, at: usize) -> Vector<f32, W> {
+    fn join<W: Size>(&self, value: Vector<f32, W>, at: usize) -> Vector<f32, W> {
         let mut out = value;
         #[comptime]
         match &self.gate {
-            ComptimeOption::Some(gate) => out *= Vector::cast_from(gate[at]),
+            ComptimeOption::Some(gate) => {
+                out *= factor::<W>(
+                    Vector::cast_from(gate[at]),
+                    self.epilogue.slope,
+                    Arithmetic::Plain,
+                );
+            }
             ComptimeOption::None => {}
         }
         #[comptime]
@@ -213,8 +272,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
 
     /// Returns the result of one sum, at element `at` and column `col`; for `N` = 1.
     pub(crate) fn one(&self, sum: f32, at: usize, col: u32, columns: &Columns) -> f32 {
-        let value = activation(self.biased_one(sum, col, columns), self.epilogue.activation);
-        self.join_one(value, at)
+        self.vector::<Const<1>>(Vector::new(sum), at, col, columns).extract(0usize)
     }
 
     /// Returns the result of a GLU: the gate sum in column `cols.0`, the up sum in `cols.1`; for
@@ -226,59 +284,79 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         cols: (u32, u32),
         columns: &Columns,
     ) -> f32 {
-        let gate = activation(self.biased_one(sums.0, cols.0, columns), self.epilogue.activation);
-        self.join_one(gate * self.biased_one(sums.1, cols.1, columns), at)
+        let sums = (Vector::new(sums.0), Vector::new(sums.1));
+        self.vector_of_two::<Const<1>>(sums, at, cols, columns).extract(0usize)
     }
 
-    fn biased_one(&self, sum: f32, col: u32, columns: &Columns) -> f32 {
-        let mut value = sum;
-        #[comptime]
-        match &self.bias {
-            ComptimeOption::Some(bias) => {
-                value += f32::cast_from(bias[columns.first + col as usize]);
-            }
-            ComptimeOption::None => {}
-        }
-        value
-    }
-
-    fn join_one(&self, value: f32, at: usize) -> f32 {
-        let mut value = value;
-        #[comptime]
-        match &self.gate {
-            ComptimeOption::Some(gate) => value *= f32::cast_from(gate[at].extract(0usize)),
-            ComptimeOption::None => {}
-        }
-        #[comptime]
-        match &self.residual {
-            ComptimeOption::Some(residual) => {
-                value += f32::cast_from(residual[at].extract(0usize));
-            }
-            ComptimeOption::None => {}
-        }
-        value
-    }
-}
-
-#[cube]
-impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
-    /// Computes `residual + gate · value` for the four pairs that a unit of a quad holds of 32
-    /// columns of a row. `at` is the unit's 16-byte vector; units that are not `inside` read
-    /// nothing. The matrices are applied one after the other, so that they can share registers.
-    pub(crate) fn join_quad<W: Size>(
-        &self,
-        values: &mut Array<Vector<f32, W>>,
-        at: usize,
-        inside: bool,
-        lane: u32,
-    ) {
+    /// Loads 16-byte vector `at` of the matrix that [`Finish::quad`] reads first, if the unit is `inside`.
+    pub(crate) fn ahead(&self, at: usize, inside: bool) -> Vector<u32, Const<4>> {
+        let mut vector = Vector::<u32, Const<4>>::new(0u32);
         #[comptime]
         match &self.gate {
             ComptimeOption::Some(gate) => {
-                let words = load_transposed::<E, N>(gate, at, inside, lane);
+                if inside {
+                    vector = Vector::reinterpret(gate[at]);
+                }
+            }
+            ComptimeOption::None =>
+            {
+                #[comptime]
+                match &self.residual {
+                    ComptimeOption::Some(residual) => {
+                        if inside {
+                            vector = Vector::reinterpret(residual[at]);
+                        }
+                    }
+                    ComptimeOption::None => {}
+                }
+            }
+        }
+        vector
+    }
+
+    /// Replaces sums by results, for the four pairs that a unit of a quad holds of the 32 columns `col..` of a row. `at` is the
+    /// unit's 16-byte vector, and `ahead` its [`Finish::ahead`]; units that are not `inside` access none.
+    #[expect(clippy::too_many_arguments, reason = "four pairs, one place, one edge")]
+    pub(crate) fn quad<W: Size>(
+        &self,
+        values: &mut Array<Vector<f32, W>>,
+        ahead: Vector<u32, Const<4>>,
+        at: usize,
+        col: u32,
+        lane: u32,
+        columns: &Columns,
+        inside: bool,
+    ) {
+        #[unroll]
+        for j in 0..4usize {
+            let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
+            values[j] = self.biased::<W>(values[j], left, columns);
+        }
+        #[comptime]
+        match &self.pre_activation {
+            ComptimeOption::Some(to) => {
                 #[unroll]
                 for j in 0..4usize {
-                    values[j] *= pair::<E, W>(&words, j);
+                    values[j] = Vector::cast_from(Vector::<E, W>::cast_from(values[j]));
+                }
+                // SAFETY: a kernel's buffer lives as long as the kernel, and this unit alone writes `at`.
+                let mut to = unsafe { to.as_boxed_unchecked() };
+                store_transposed::<E, W, N>(&mut to, values, at, inside, lane);
+            }
+            ComptimeOption::None => {}
+        }
+        #[unroll]
+        for j in 0..4usize {
+            values[j] = self.activated::<W>(values[j], Arithmetic::Ptx);
+        }
+        #[comptime]
+        match &self.gate {
+            ComptimeOption::Some(_gate) => {
+                let words = transposed(ahead, lane);
+                #[unroll]
+                for j in 0..4usize {
+                    values[j] *=
+                        factor::<W>(pair::<E, W>(&words, j), self.epilogue.slope, Arithmetic::Ptx);
                 }
             }
             ComptimeOption::None => {}
@@ -286,7 +364,11 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         #[comptime]
         match &self.residual {
             ComptimeOption::Some(residual) => {
-                let words = load_transposed::<E, N>(residual, at, inside, lane);
+                let mut vector = ahead;
+                if comptime!(self.epilogue.gate) && inside {
+                    vector = Vector::reinterpret(residual[at]);
+                }
+                let words = transposed(vector, lane);
                 #[unroll]
                 for j in 0..4usize {
                     values[j] += pair::<E, W>(&words, j);
@@ -298,22 +380,30 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
 }
 
 #[cube]
+fn factor<W: Size>(
+    gate: Vector<f32, W>,
+    #[comptime] slope_of: Option<Activation>,
+    #[comptime] by: Arithmetic,
+) -> Vector<f32, W> {
+    let mut factor = gate;
+    #[comptime]
+    if let Some(activation) = slope_of {
+        #[unroll]
+        for e in 0..W::value() {
+            factor.insert(e, slope(factor.extract(e), activation, by));
+        }
+    }
+    factor
+}
+
+#[cube]
 fn pair<E: Float, W: Size>(words: &Array<u32>, #[comptime] j: usize) -> Vector<f32, W> {
     Vector::cast_from(Vector::<E, W>::reinterpret(words[j]))
 }
 
-/// Loads vector `at` of `matrix` and exchanges its words between the units of a quad.
+/// Exchanges the words of vectors between the units of a quad.
 #[cube]
-fn load_transposed<E: Float, N: Size>(
-    matrix: &[Vector<E, N>],
-    at: usize,
-    inside: bool,
-    lane: u32,
-) -> Array<u32> {
-    let mut vector = Vector::<u32, Const<4>>::new(0u32);
-    if inside {
-        vector = Vector::reinterpret(matrix[at]);
-    }
+fn transposed(vector: Vector<u32, Const<4>>, lane: u32) -> Array<u32> {
     let mut words = Array::<u32>::new(4usize);
     #[unroll]
     for j in 0..4usize {
@@ -323,38 +413,77 @@ fn load_transposed<E: Float, N: Size>(
     words
 }
 
+/// Exchanges pairs between the units of a quad, and stores vector `at` of `matrix`.
+#[cube]
+pub(crate) fn store_transposed<E: Float, W: Size, N: Size>(
+    matrix: &mut [Vector<E, N>],
+    pairs: &mut Array<Vector<f32, W>>,
+    at: usize,
+    inside: bool,
+    lane: u32,
+) {
+    let mut words = Array::<u32>::new(4usize);
+    #[unroll]
+    for j in 0..4usize {
+        words[j] = u32::reinterpret(Vector::<E, W>::cast_from(pairs[j]));
+    }
+    quad_transpose(&mut words, lane);
+    if inside {
+        let mut vector = Vector::<u32, Const<4>>::new(0u32);
+        #[unroll]
+        for j in 0..4usize {
+            vector.insert(j, words[j]);
+        }
+        matrix[at] = Vector::reinterpret(vector);
+    }
+}
+
+/// Arithmetic of activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Arithmetic {
+    /// Exponentials and quotients of the language of the kernel.
+    Plain,
+    /// Single instructions of PTX, to 2 ulps, for results that are rounded to 16 bits: on an H200 the exact quotients took half of
+    /// the time of the epilogue. The error function stays exact, because tiles of 128 x 256 would spill 40 bytes (sm_89).
+    Ptx,
+}
+
 /// Applies an activation.
 #[cube]
-pub(crate) fn activation(x: f32, #[comptime] activation: Option<Activation>) -> f32 {
+pub(crate) fn activation(
+    x: f32,
+    #[comptime] activation: Option<Activation>,
+    #[comptime] by: Arithmetic,
+) -> f32 {
     match comptime!(activation) {
         None => x,
-        Some(Activation::Silu) => x / (1.0 + (-x).exp()),
+        Some(Activation::Silu) => x * inverse(1.0 + exp(-x, by), by),
         Some(Activation::Gelu) => x * 0.5 * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2)),
-        Some(Activation::GeluTanh) => gelu_tanh(x),
+        Some(Activation::GeluTanh) => gelu_tanh(x, by),
     }
 }
 
 /// (1 + tanh(u)) / 2 is the logistic function of 2u, with u = √(2/π) · (x + 0.044715 x³).
 #[cube]
-fn gelu_tanh(x: f32) -> f32 {
+fn gelu_tanh(x: f32, #[comptime] by: Arithmetic) -> f32 {
     let twice = (x * x * x * 0.044_715f32 + x) * 1.595_769f32;
-    x / (1.0f32 + (-twice).exp())
+    x * inverse(1.0f32 + exp(-twice, by), by)
 }
 
 /// Returns the derivative of an activation.
 #[cube]
-pub(crate) fn slope(x: f32, #[comptime] activation: Activation) -> f32 {
+pub(crate) fn slope(x: f32, #[comptime] activation: Activation, #[comptime] by: Arithmetic) -> f32 {
     match comptime!(Some(activation)) {
         None => x,
-        Some(Activation::Silu) => silu_slope(x),
+        Some(Activation::Silu) => silu_slope(x, by),
         Some(Activation::Gelu) => gelu_slope(x),
-        Some(Activation::GeluTanh) => gelu_tanh_slope(x),
+        Some(Activation::GeluTanh) => gelu_tanh_slope(x, by),
     }
 }
 
 #[cube]
-fn silu_slope(x: f32) -> f32 {
-    let share = 1.0f32 / (1.0f32 + (-x).exp());
+fn silu_slope(x: f32, #[comptime] by: Arithmetic) -> f32 {
+    let share = inverse(1.0f32 + exp(-x, by), by);
     share * (1.0f32 + x * (1.0f32 - share))
 }
 
@@ -368,10 +497,10 @@ fn gelu_slope(x: f32) -> f32 {
 /// With u = √(2/π) · (x + 0.044715 x³) and the logistic function σ: gelu_tanh(x) = x · σ(2u), and the derivative is
 /// σ + x · σ · (1 - σ) · 2u'. Unlike 1 - tanh², this loses no digits.
 #[cube]
-fn gelu_tanh_slope(x: f32) -> f32 {
+fn gelu_tanh_slope(x: f32, #[comptime] by: Arithmetic) -> f32 {
     let twice = (x * x * x * 0.044_715f32 + x) * 1.595_769f32;
-    let below = (-twice.abs()).exp();
-    let share = 1.0f32 / (1.0f32 + below);
+    let below = exp(-twice.abs(), by);
+    let share = inverse(1.0f32 + below, by);
     let inner = (x * x * 0.134_145f32 + 1.0f32) * 1.595_769f32;
     select(twice >= 0.0f32, share, below * share) + x * inner * below * share * share
 }
@@ -385,4 +514,20 @@ fn erf(x: f32) -> f32 {
     let odd = (1.061_405_4 * t - 1.453_152) * t + 1.421_413_7;
     let tail = ((odd * t - 0.284_496_74) * t + 0.254_829_6) * t * (-size * size).exp();
     select(x < 0.0, tail - 1.0, 1.0 - tail)
+}
+
+#[cube]
+fn exp(x: f32, #[comptime] by: Arithmetic) -> f32 {
+    match comptime!(by) {
+        Arithmetic::Plain => x.exp(),
+        Arithmetic::Ptx => exp2(x * std::f32::consts::LOG2_E),
+    }
+}
+
+#[cube]
+fn inverse(x: f32, #[comptime] by: Arithmetic) -> f32 {
+    match comptime!(by) {
+        Arithmetic::Plain => 1.0 / x,
+        Arithmetic::Ptx => reciprocal(x),
+    }
 }

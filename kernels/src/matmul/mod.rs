@@ -64,7 +64,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 pub use config::MatmulConfig;
 pub use cpu_gemv::CpuGemvConfig;
 pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
-pub(crate) use epilogue::{activation, slope};
+pub(crate) use epilogue::{Arithmetic, activation, slope};
 pub use fma::FmaConfig;
 pub use gemv::GemvConfig;
 pub use mma::MmaConfig;

@@ -248,8 +248,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 if comptime!(out_width == config.vector as usize) {
                     if col < dims.n {
                         let at = (line + col as usize) / NO::value();
-                        let value = finish.activate::<W>(sum, col, &columns);
-                        out[at] = Vector::cast_from(finish.join::<W>(value, at));
+                        let value = finish.vector::<W>(sum, at, col, &columns);
+                        out[at] = Vector::cast_from(value);
                     }
                 } else {
                     #[unroll]

@@ -337,11 +337,12 @@ impl MatmulProblem {
         let distinct = |(o, i): (u64, u64)| {
             u64::from(if o == 0 { 1 } else { outer }) * u64::from(if i == 0 { 1 } else { inner })
         };
-        let Epilogue { bias, gate, residual, .. } = self.epilogue;
+        let Epilogue { bias, pre_activation, gate, residual, .. } = self.epilogue;
         let operands = distinct(lhs) * m * k
             + distinct(rhs) * k * n
             + if bias { self.bias_len() as u64 } else { 0 };
-        let results = self.results() * m * n * (1 + u64::from(gate) + u64::from(residual));
+        let more = [pre_activation, gate, residual].map(u64::from);
+        let results = self.results() * m * n * (1 + more.iter().sum::<u64>());
         Cost {
             flops: 2 * self.results() * m * n * k,
             bytes: operands * self.precision.storage().size() as u64
@@ -349,12 +350,14 @@ impl MatmulProblem {
         }
     }
 
-    /// Cache key of the tuner: exact layouts, types and alignment, rounded sizes. An epilogue costs
-    /// the same in every config. A norm is part of the key, because few configs support it.
+    /// Cache key of the tuner: exact layouts, types and alignment, rounded sizes. Most epilogues cost
+    /// the same in every config. Those of training a layer's activation are part of the key: they take
+    /// so long that smaller tiles pay, of which one stores while another multiplies. A norm is part of
+    /// the key, because few configs support it.
     pub(crate) fn bucket(&self) -> String {
         let [wl, wr, _] = self.widest();
         format!(
-            "{}{} {}{} w{wl}.{wr} m{} n{} k{} {}{}{}",
+            "{}{} {}{} w{wl}.{wr} m{} n{} k{} {}{}{}{}{}",
             self.precision.name(),
             if self.out == self.precision.storage() {
                 String::new()
@@ -369,6 +372,8 @@ impl MatmulProblem {
             if self.grouped { "g" } else { "b" },
             self.batch().next_power_of_two(),
             if self.norm.is_some() { " norm" } else { "" },
+            if self.epilogue.pre_activation { " pre_activation" } else { "" },
+            if self.epilogue.slope.is_some() { " slope" } else { "" },
         )
     }
 

@@ -97,14 +97,13 @@ fn add_parts<F: Float, E: Float, N: Size>(
             let gate = sum_of::<N>(partials, at, 2 * len, parts);
             let up = sum_of::<N>(partials, at + half, 2 * len, parts);
             let both = Columns { first: 0usize.runtime(), count: 2 * columns };
-            let gate = finish.activate::<N>(gate, col, &both);
-            let value = gate * finish.biased::<N>(up, columns + col, &both);
-            out[i] = Vector::cast_from(finish.join::<N>(value, i));
+            let value = finish.vector_of_two::<N>((gate, up), i, (col, columns + col), &both);
+            out[i] = Vector::cast_from(value);
         } else {
             let sum = sum_of::<N>(partials, i, len, parts);
             let columns = Columns { first: 0usize.runtime(), count: columns };
-            let value = finish.activate::<N>(sum, col, &columns);
-            out[i] = Vector::cast_from(finish.join::<N>(value, i));
+            let value = finish.vector::<N>(sum, i, col, &columns);
+            out[i] = Vector::cast_from(value);
         }
         i += stride;
     }

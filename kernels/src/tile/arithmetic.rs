@@ -98,6 +98,14 @@ pub(crate) fn exp2(x: f32) -> f32 {
     y
 }
 
+/// Returns 1 / x, to 1 ulp.
+#[cube]
+pub(crate) fn reciprocal(x: f32) -> f32 {
+    let y: f32;
+    gpu_asm!("rcp.approx.ftz.f32 {y}, {x};", y = out(_) y, x = in(_) x, options(pure, nomem));
+    y
+}
+
 /// Rounds two numbers to half precision and packs them, the first in the low half of the word.
 #[cube]
 pub(crate) fn pack_pair<N: Size>(pair: Vector<f32, N>, #[comptime] bf16: bool) -> u32 {

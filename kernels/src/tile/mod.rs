@@ -12,7 +12,9 @@ mod memory;
 
 use cubecl::prelude::*;
 
-pub(crate) use arithmetic::{exp2, fma_pairs, multiply_bytes, multiply_halves, pack_pair, typed};
+pub(crate) use arithmetic::{
+    exp2, fma_pairs, multiply_bytes, multiply_halves, pack_pair, reciprocal, typed,
+};
 pub(crate) use copies::{
     CopyLane, CopyPlan, Start, commit_copies, copy_vector, next_stage, wait_copies,
 };

@@ -180,9 +180,10 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
     let mut hashes = std::collections::BTreeSet::new();
     let mut count = 0;
     for activation in [None].into_iter().chain(Activation::ALL.map(Some)) {
-        for flags in 0..8 {
-            let [bias, gate, residual] = [flags & 1 > 0, flags & 2 > 0, flags & 4 > 0];
-            let epilogue = Epilogue { bias, activation, gate, residual };
+        for flags in 0..16 {
+            let [bias, gate, residual, pre_activation] = [1, 2, 4, 8].map(|flag| flags & flag > 0);
+            let slope = activation.filter(|_| gate && pre_activation);
+            let epilogue = Epilogue { bias, pre_activation, activation, gate, slope, residual };
             for out in [DType::F32, DType::F16] {
                 let problem = MatmulProblem { epilogue, out, ..plain };
                 let arch = device.profile();

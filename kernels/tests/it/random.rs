@@ -76,10 +76,26 @@ fn dtype() -> impl Strategy<Value = DType> {
     select(all.into_iter().filter(|d| device.profile().dtypes.contains(d)).collect::<Vec<_>>())
 }
 
+/// Epilogues of matmuls with quantised weights.
+fn inference() -> impl Strategy<Value = Epilogue> {
+    let activation = proptest::option::of(select(&Activation::ALL[..]));
+    (any::<[bool; 3]>(), activation).prop_map(|([bias, gate, residual], activation)| Epilogue {
+        bias,
+        activation,
+        gate,
+        residual,
+        ..Epilogue::default()
+    })
+}
+
 fn epilogue() -> impl Strategy<Value = Epilogue> {
     let activation = proptest::option::of(select(&Activation::ALL[..]));
-    (any::<bool>(), activation, any::<bool>(), any::<bool>()).prop_map(
-        |(bias, activation, gate, residual)| Epilogue { bias, activation, gate, residual },
+    let slope = proptest::option::of(select(&Activation::ALL[..]));
+    (any::<[bool; 4]>(), activation, slope).prop_map(
+        |([bias, pre_activation, gate, residual], activation, slope)| {
+            let slope = slope.filter(|_| gate);
+            Epilogue { bias, pre_activation, activation, gate, slope, residual }
+        },
     )
 }
 
@@ -237,7 +253,7 @@ fn products_with_four_bits_are_those_of_the_dense_weight() {
         3 => Just(None),
         1 => select(vec![NormKind::Rms, NormKind::RmsPlusOne]).prop_map(Some),
     ];
-    let problem = (rows(), four_bits(), dtype(), epilogue(), norm, any::<bool>()).prop_map(
+    let problem = (rows(), four_bits(), dtype(), inference(), norm, any::<bool>()).prop_map(
         |(m, weight, dtype, epilogue, norm, glu)| {
             let plain = Nf4MatmulProblem::new(m, weight, dtype).expect("there are rows");
             let problem = if glu { plain.gated_by_half().unwrap_or(plain) } else { plain };
@@ -274,7 +290,7 @@ fn products_with_eight_bits_are_those_of_the_dense_weight() {
         1 => Just(None),
         1 => select(vec![0.0, 2.0, 3.5]).prop_map(|threshold| Some(Activations { threshold })),
     ];
-    let drawn = (rows(), eight_bits(), dtype(), epilogue(), rounding, 0..999u64).prop_map(
+    let drawn = (rows(), eight_bits(), dtype(), inference(), rounding, 0..999u64).prop_map(
         |(m, weight, dtype, epilogue, activations, seed)| {
             let plain = Int8MatmulProblem::new(m, weight, dtype).expect("there are rows");
             let problem = Int8MatmulProblem { epilogue, activations, ..plain };

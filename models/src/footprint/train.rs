@@ -107,6 +107,7 @@ impl Rows<'_> {
     /// Returns the memory of training, with frozen weights of `weights` bytes.
     pub(super) fn trained(self, weights: u128, training: &Training) -> Result<Footprint, Error> {
         let recompute = training.recompute;
+        let whole = matches!(training.trains, Trains::Weights { .. });
         let state = State::new(self.config, weights, self.precision.size(), training)?;
         let (x, inner) = (self.wide(self.hidden), self.wide(self.inner));
         let Offload { gradients: offloaded, inputs, .. } = training.offload;
@@ -117,13 +118,13 @@ impl Rows<'_> {
             // Two matrices arrive while one leaves.
             (true, _) => (4 * x, 0, waiting + micro_batches * x),
             (false, true) => (waiting, 0, 0),
-            (false, false) => (0, state.layers as u128 * self.kept(recompute), 0),
+            (false, false) => (0, state.layers as u128 * self.kept(recompute, whole), 0),
         };
         let kept = kept + state.factors;
         // The gradient dequantises the weight for any number of rows.
         let dense = Self { profile: MemoryProfile { max_fused_rows: 0, ..self.profile }, ..self };
         let dense = dense.matmul([self.hidden, self.inner]).dense_weight;
-        let again = self.kept(Recompute::Nothing) - self.kept(recompute);
+        let again = self.kept(Recompute::Nothing, whole) - self.kept(recompute, whole);
         // Gate and up are one matrix.
         let joint = if self.precision.joins_gate(self.config.ffn) { dense } else { 0 };
         let backward = again + 3 * x + inner + dense + joint;
@@ -143,8 +144,8 @@ impl Rows<'_> {
         })
     }
 
-    /// Returns the bytes that a layer keeps for its gradients.
-    fn kept(self, recompute: Recompute) -> u128 {
+    /// Returns the bytes that a layer keeps for its gradients, of all weights if `whole`.
+    fn kept(self, recompute: Recompute, whole: bool) -> u128 {
         let Self { rows, q, kv, hidden, inner, .. } = self;
         let config = self.config;
         let x = self.wide(hidden);
@@ -163,7 +164,10 @@ impl Rows<'_> {
         if matches!(recompute, Recompute::Norms | Recompute::Nothing) {
             let inner = self.wide(inner);
             match (config.ffn, self.precision.joins_gate(config.ffn)) {
-                (Ffn::Plain, _) => kept.push(inner),
+                // Training of all weights keeps both sides of the activation.
+                (Ffn::Plain, _) => {
+                    kept.extend(std::iter::repeat_n(inner, if whole { 2 } else { 1 }))
+                }
                 (Ffn::Gated, true) => kept.push(2 * inner),
                 (Ffn::Gated, false) => kept.extend([inner, inner]),
             }

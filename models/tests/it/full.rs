@@ -8,7 +8,7 @@ use models::export::{read_buffers, write_buffers};
 use models::{
     Activations, AdamWOptions, Decoder, Example, FlatWeights, Gradients, HostWeights, KvFormat,
     LossScale, Master, ModelPrecision, MuonOptions, Offload, Optimizer, Param, Parameters, Parking,
-    Recompute, Side, Trained, Training, Weights, Workload,
+    Recompute, Side, Trained, Training, Trains, Weights, Workload,
 };
 use ops::training::{Link, Moments, link};
 use ops::{Ctx, MemoryProfile};
@@ -194,7 +194,8 @@ fn kept_activations_take_what_is_planned() {
         let rows = batch.iter().map(Example::rows).sum();
         for recompute in Recompute::ALL {
             let model = Model::open(name);
-            let training = Training { recompute, ..Training::default() };
+            let trains = Trains::Weights { master: false, moments: Moments::F32, muon: false };
+            let training = Training { recompute, trains, ..Training::default() };
             let workload = Workload { training: Some(training), ..Workload::new(1, rows) };
             let precision = ModelPrecision {
                 dtype: FloatDType::F32,

@@ -452,6 +452,36 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     assert!(said.contains("token 65535 at position 0 is past the vocabulary of 50257"), "{said}");
 }
 
+#[test]
+fn a_config_is_a_shape_to_begin_with() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let (tokens, output, config) = (path("tokens.bin"), path("run"), demo().join("config.json"));
+    let values: Vec<u8> = (0..400u16).flat_map(|at| (at * 7 % 4096).to_le_bytes()).collect();
+    fs::write(&tokens, values).expect("written");
+    let with = |shape: &str| {
+        let own = ["--full", "--from-scratch", "--shape", shape, "--data", &tokens];
+        train(&[&own[..], &["--steps", "1", "--output", &output]].concat())
+    };
+    let made = with(config.to_str().expect("UTF-8"));
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let read = |path: &Path| -> Value {
+        serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON")
+    };
+    let (given, made) = (read(&config), read(&Path::new(&output).join("config.json")));
+    assert_eq!((&made["hidden_size"], &made["dtype"]), (&given["hidden_size"], &"float32".into()));
+    let plan = flashover(&["plan", "--model", &output, "--backend", "cpu"]);
+    assert!(plan.status.success(), "{}", text(&plan.stderr));
+
+    let wrong = path("wrong.json");
+    fs::write(&wrong, r#"{"model_type": "bert"}"#).expect("written");
+    for (shape, why) in [(&wrong, "bert"), (&path("absent.json"), "absent.json")] {
+        let made = with(shape);
+        let said = text(&made.stderr);
+        assert!(!made.status.success() && said.contains(why) && said.contains("hint: "), "{said}");
+    }
+}
+
 /// A killed process leaves a whole save, also when it is killed while it saves, and its run goes on to the same bits.
 #[test]
 fn a_killed_run_goes_on_to_the_same_weights() {

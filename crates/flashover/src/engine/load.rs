@@ -1,5 +1,7 @@
 //! Loading a folder or a published shape onto a device.
 
+use std::borrow::Cow;
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -91,19 +93,30 @@ impl Engine {
         models::shapes::names()
     }
 
-    /// Returns the config of a published shape.
+    /// Returns the config of a shape: the name of a published one, or the path of a `config.json`.
     ///
     /// # Errors
-    /// [`LoadError::Shape`] for an unknown shape.
+    /// [`LoadError::Shape`] for an unknown shape; [`LoadError::Folder`] for a file that is no config of a known family.
     pub fn shape(name: &str) -> Result<DecoderConfig, LoadError> {
-        models::shapes::named(name).ok_or_else(|| {
-            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
-            LoadError::Shape { shape: name.to_owned(), known }
-        })
+        DecoderConfig::from_json(&Self::shape_text(name)?).map_err(LoadError::Folder)
     }
 
-    /// Returns a model with random weights in a published shape, for benchmarks. It has no tokenizer. `shape` is one of
-    /// [`Engine::shapes`]. Calls `progress` after each part.
+    /// Returns the text of a shape's `config.json`.
+    pub(crate) fn shape_text(name: &str) -> Result<Cow<'static, str>, LoadError> {
+        if let Some(text) = models::shapes::text(name) {
+            return Ok(text.into());
+        }
+        let path = Path::new(name);
+        if path.extension().is_none_or(|extension| extension != "json") {
+            let known = models::shapes::names().collect::<Vec<_>>().join(", ");
+            return Err(LoadError::Shape { shape: name.to_owned(), known });
+        }
+        let read = |why| models::Error::Read { path: path.to_owned(), why };
+        Ok(fs::read_to_string(path).map_err(read).map_err(LoadError::Folder)?.into())
+    }
+
+    /// Returns a model with random weights in a shape, for benchmarks. It has no tokenizer. `shape` is one of
+    /// [`Engine::shapes`], or the path of a `config.json`. Calls `progress` after each part.
     ///
     /// # Errors
     /// [`LoadError::Shape`] for an unknown shape; [`LoadError::Plan`] if it does not fit in memory;

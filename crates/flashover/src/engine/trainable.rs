@@ -30,10 +30,9 @@ use crate::prepare::Prepared;
 pub enum Start {
     /// The dense weights of a Hugging Face folder.
     Folder(Box<ModelFolder>),
-    /// New weights of a published shape, one of [`Engine::shapes`]: normal with a deviation of 0.02, divided by √(2 · layers) in
-    /// projections onto the residual stream.
+    /// New weights of a shape: normal with a deviation of 0.02, divided by √(2 · layers) in projections onto the residual stream.
     Scratch {
-        /// Name of the shape.
+        /// Name of the shape, one of [`Engine::shapes`], or path of a `config.json`.
         shape: String,
         /// Seed of the weights.
         seed: u64,
@@ -157,8 +156,8 @@ impl Engine {
                 SourceFiles::of_folder(&reader.folder, weights, name).map_err(LoadError::Folder)?
             }
             Err(_) => SourceFiles {
-                config: models::shapes::config_json(&planned.model, name)
-                    .expect("the shape is known"),
+                config: models::shapes::with_dtype(&Self::shape_text(&planned.model)?, name)
+                    .map_err(LoadError::Folder)?,
                 folder: PathBuf::new(),
                 others: Vec::new(),
                 prefix: None,

@@ -149,6 +149,7 @@ impl QuantizedOps for CubeBackend {
                 activation: spec.activation,
                 gate: parts.gate.is_present(),
                 residual: parts.residual.is_present(),
+                ..Epilogue::default()
             };
             let norm = spec.norm.map(|norm| norm.kind);
             let (m, dtype, glu) = (size_of(m)?, spec.dtype, spec.glu);

@@ -26,6 +26,6 @@ pub use loss::{LossOptions, LossStats, cross_entropy};
 pub use norm::{NormGradients, norm_backward};
 pub use offload::{link, load, save};
 pub use optimizer::{AdamWState, BlockScales, StepRules, adamw, control, descend, momentum};
-pub use product::{add_column_sums, add_product};
+pub use product::{add_column_sums, add_product, linear_activated, linear_activated_backward};
 pub use rope::rotate;
 pub use values::{clear, overwrite};

@@ -11,6 +11,7 @@ mod nf4;
 mod norm;
 mod quantized;
 mod rope;
+mod training;
 mod update_inputs;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};

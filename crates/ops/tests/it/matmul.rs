@@ -84,9 +84,9 @@ fn a_linear_layer_has_its_epilogue_and_a_result_type() {
                     norm: None,
                     bias: Some(&b),
                     activation: Some(theirs),
-                    up: None,
                     gate: Some(&g),
                     residual: Some(&r),
+                    ..reference::Epilogue::NONE
                 },
             )
             .expect("sizes");
@@ -176,12 +176,11 @@ fn gradients_are_the_differences() {
     for (activation, theirs) in activations {
         let loss = |v: &[Vec<f32>; 5]| -> f64 {
             let epilogue = reference::Epilogue {
-                norm: None,
                 bias: Some(&v[2]),
                 activation: theirs,
-                up: None,
                 gate: theirs.map(|_| &v[3][..]),
                 residual: theirs.map(|_| &v[4][..]),
+                ..reference::Epilogue::NONE
             };
             let out = problem.run(&v[0], &v[1], epilogue).expect("sizes");
             out.iter().zip(&weights).map(|(o, w)| o * f64::from(*w)).sum()

@@ -117,9 +117,9 @@ fn products_are_those_of_the_dense_weight() {
         norm: None,
         bias: Some(&bs),
         activation: Some(reference::Activation::Silu),
-        up: None,
         gate: Some(&gs),
         residual: Some(&rs),
+        ..reference::Epilogue::NONE
     };
     let want = product(6, n, k).run(&xs, &dense, theirs).expect("sizes");
     close(&values(out), &want, "all");
@@ -151,12 +151,11 @@ fn weights_are_joined_and_gate_one_another() {
         ..Epilogue::default()
     };
     let theirs = reference::Epilogue {
-        norm: None,
         bias: Some(&bs[..n]),
         activation: Some(reference::Activation::GeluTanh),
         up: Some(reference::Up { rhs: &ups, bias: Some(&bs[n..]) }),
-        gate: None,
         residual: Some(&rs),
+        ..reference::Epilogue::NONE
     };
     let want = product(3, n, k).run(&xs, &gates, theirs).expect("sizes");
     let out = quantized_glu(&ctx, x.clone(), &both, epilogue.clone()).expect("valid");

@@ -4,6 +4,7 @@ use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 use rayon::prelude::*;
 
+use crate::DType;
 use crate::norm::Norm;
 
 /// An activation function.
@@ -36,6 +37,8 @@ pub(super) trait Number:
     fn tanh(self) -> Self;
     /// Normalises a row. Inexact arithmetic rounds the result with `round`.
     fn normalise(line: &mut [Self], norm: Norm, weight: &[f32], round: &impl Fn(f32) -> Self);
+    /// Rounds to a format, if the arithmetic is inexact.
+    fn stored(self, dtype: DType) -> Self;
     /// Converts a constant to the nearest value.
     fn near(value: f64) -> Self;
 }
@@ -49,6 +52,9 @@ impl Number for f32 {
     }
     fn tanh(self) -> Self {
         self.tanh()
+    }
+    fn stored(self, dtype: DType) -> Self {
+        dtype.storage().round(self.into()) as Self
     }
     fn near(value: f64) -> Self {
         value as Self
@@ -68,6 +74,9 @@ impl Number for f64 {
     }
     fn tanh(self) -> Self {
         self.tanh()
+    }
+    fn stored(self, _dtype: DType) -> Self {
+        self
     }
     fn near(value: f64) -> Self {
         value
@@ -96,7 +105,7 @@ impl Activation {
     }
 
     /// Returns the derivative at one value.
-    fn derivative<T: Number>(self, x: T) -> T {
+    pub(super) fn derivative<T: Number>(self, x: T) -> T {
         let (one, half) = (T::from(1.0), T::near(0.5));
         match self {
             Self::Silu => {

@@ -60,7 +60,13 @@ impl KernelSuite for Int8Matmul {
             .collect();
         problems.extend([1, 2, 7, 8, 16, 40].map(|m| product(m, (48, 512))));
         problems.extend([1, 5, 33].map(|m| product(m, (131, 136))));
-        let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+        let all = |activation| Epilogue {
+            bias: true,
+            activation,
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         for epilogue in [
             Epilogue { bias: true, ..Epilogue::default() },
             Epilogue { residual: true, ..Epilogue::default() },
@@ -141,6 +147,7 @@ impl KernelSuite for Int8Matmul {
                 bias: bias.then(|| make(p.weight.n as usize, 2)),
                 gate: gate.then(|| make(out_len, 3)),
                 residual: residual.then(|| make(out_len, 4)),
+                ..EpilogueBuffers::default()
             },
         };
         launch_twice::<Int8Matmul>(device, p, config, &operands, &[&operands.out])?;
@@ -186,8 +193,13 @@ impl KernelSuite for Int8Matmul {
     /// Every GEMV config for one, two and many rows of x, and the tensor core paths. The `Dense` path runs matmul's
     /// kernel, which has its own instances.
     fn instances() -> Vec<InstanceCase<Int8MatmulProblem>> {
-        let all =
-            Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+        let all = Epilogue {
+            bias: true,
+            activation: Some(Activation::Gelu),
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         let mut cases = Vec::new();
         for weight in instance_weights() {
             for m in [1, 2, 8] {
@@ -251,9 +263,9 @@ fn verdict(
         norm: None,
         bias: bias.as_deref(),
         activation: p.epilogue.activation.map(reference_activation),
-        up: None,
         gate: gate.as_deref(),
         residual: residual.as_deref(),
+        ..reference::Epilogue::NONE
     };
     let reference = reference_of(&dense);
     let sample = match sample {

@@ -118,7 +118,7 @@ pub(super) fn verify(
     let make = |len: usize, dtype: reference::DType, salt: u64| {
         hold(fill(seed(salt), len, Distribution::Normal), dtype)
     };
-    let Epilogue { bias, gate, residual, .. } = problem.epilogue;
+    let Epilogue { bias, pre_activation, gate, residual, .. } = problem.epilogue;
     let host = Host {
         lhs: make(lhs_len, stored, 0)?,
         rhs: hold(weights(seed(1), rhs_len, problem.k), stored)?,
@@ -139,6 +139,7 @@ pub(super) fn verify(
         out: unwritten(device, out_len * problem.out.size()),
         epilogue: EpilogueBuffers {
             bias: part(&host.bias, stored),
+            pre_activation: pre_activation.then(|| unwritten(device, out_len * problem.out.size())),
             gate: part(&host.gate, result),
             residual: part(&host.residual, result),
         },
@@ -151,7 +152,9 @@ pub(super) fn verify(
             .as_ref()
             .map(|weight| NormBuffers { weight: upload(&stored.encode(weight)), eps: EPS }),
     };
-    launch_twice::<Matmul>(device, problem, config, &operands, &[&operands.out])?;
+    let outputs: Vec<_> =
+        [&operands.out].into_iter().chain(&operands.epilogue.pre_activation).collect();
+    launch_twice::<Matmul>(device, problem, config, &operands, &outputs)?;
     verdict(device, problem, &operands, &host, None)
 }
 
@@ -302,30 +305,45 @@ fn verdict(
 ) -> Result<Verdict, CheckError> {
     let dtype = result_dtype(problem);
     let len = problem.extents()[2] * dtype.bytes();
-    let bytes = device.client().read_one(operands.out.clone()).map_err(kernel_error)?;
-    let out = dtype.decode(&bytes[..len])?;
     let reference = reference_of(problem);
     let lhs = &host.lhs[problem.lhs.start as usize..];
     let rhs = &host.rhs[problem.rhs.start as usize..];
-    let epilogue = reference::Epilogue {
+    let compare = |made: &Handle, epilogue: reference::Epilogue<'_>| {
+        let bytes = device.client().read_one(made.clone()).map_err(kernel_error)?;
+        let out = dtype.decode(&bytes[..len])?;
+        let comparison = if let Some(offsets) = &host.offsets {
+            let offsets: Vec<_> = offsets.iter().map(|o| *o as usize).collect();
+            reference.check_groups(&offsets, sample, lhs, rhs, epilogue, &out)?
+        } else {
+            let sample = match sample {
+                Some(seed) => reference.sample(seed),
+                None => reference.everything(),
+            };
+            reference.check(&sample, lhs, rhs, epilogue, &out)?
+        };
+        Ok::<_, CheckError>((comparison, fnv1a(&bytes[..len])))
+    };
+    let start = reference::Epilogue {
         norm: row_norm(problem.norm, operands.norm.as_ref(), host.norm.as_deref()),
         bias: host.bias.as_deref(),
-        activation: problem.epilogue.activation.map(reference_activation),
-        up: None,
+        ..reference::Epilogue::NONE
+    };
+    let own = problem.epilogue;
+    let whole = reference::Epilogue {
+        pre_activation: own.pre_activation.then_some(dtype),
+        activation: own.activation.map(reference_activation),
         gate: host.gate.as_deref(),
+        slope: own.slope.map(reference_activation),
         residual: host.residual.as_deref(),
+        ..start
     };
-    let comparison = if let Some(offsets) = &host.offsets {
-        let offsets: Vec<_> = offsets.iter().map(|o| *o as usize).collect();
-        reference.check_groups(&offsets, sample, lhs, rhs, epilogue, &out)?
-    } else {
-        let sample = match sample {
-            Some(seed) => reference.sample(seed),
-            None => reference.everything(),
-        };
-        reference.check(&sample, lhs, rhs, epilogue, &out)?
-    };
-    Ok(Verdict { comparison, digest: fnv1a(&bytes[..len]) })
+    let (mut comparison, mut digest) = compare(&operands.out, whole)?;
+    if let Some(made) = &operands.epilogue.pre_activation {
+        let (second, own) = compare(made, start)?;
+        comparison = Comparison::worst(vec![comparison, second]);
+        digest ^= own.rotate_left(1);
+    }
+    Ok(Verdict { comparison, digest })
 }
 
 /// Epsilon of the norm. It is large next to the mean square of the rows, which is about 1, so that leaving it out

@@ -150,8 +150,13 @@ impl KernelSuite for Matmul {
     fn config_cases(precision: Precision) -> Vec<EdgeCase> {
         let layouts = [Layout::Row, Layout::Col];
         let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72], [9, 37, 80]];
-        let full =
-            Epilogue { bias: true, activation: Some(Activation::Silu), gate: true, residual: true };
+        let full = Epilogue {
+            bias: true,
+            activation: Some(Activation::Silu),
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         let mut cases = Vec::new();
         let mut add = |size, layouts, seed, epilogue| {
             let plain =
@@ -336,8 +341,13 @@ impl KernelSuite for Matmul {
             MatmulProblem::dense(1, sizes, layouts, precision).expect("sizes below are positive")
         };
         let none = Epilogue::default();
-        let everything =
-            Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+        let everything = Epilogue {
+            bias: true,
+            activation: Some(Activation::Gelu),
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         let whole = |layouts, precision| {
             let problem = dense([4096; 3], layouts, precision);
             InstanceCase { problem, max_candidates: usize::MAX, clean: usize::MAX }
@@ -389,11 +399,13 @@ impl KernelSuite for Matmul {
             odd([col, row], Tf32),
         ]);
         // Epilogues of layers, and all parts at once.
-        let (gelu, silu) = (Some(Activation::Gelu), Some(Activation::Silu));
+        let [silu, gelu, tanh] = Activation::ALL.map(Some);
         for epilogue in [
             Epilogue { bias: true, activation: gelu, ..none },
             Epilogue { gate: true, activation: silu, ..none },
             Epilogue { bias: true, residual: true, ..none },
+            Epilogue { bias: true, pre_activation: true, activation: tanh, ..none },
+            Epilogue { gate: true, slope: tanh, ..none },
             everything,
         ] {
             let InstanceCase { problem, .. } = whole([row, col], Bf16);
@@ -570,7 +582,13 @@ fn add_groups(add: &mut impl FnMut(MatmulProblem, Inputs), precision: Precision)
 /// Each part of an epilogue, all parts together, and other output types.
 fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
     let (none, own) = (Epilogue::default(), precision.storage());
-    let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+    let all = |activation| Epilogue {
+        bias: true,
+        activation,
+        gate: true,
+        residual: true,
+        ..Epilogue::default()
+    };
     let other = if own == arch::DType::F32 { arch::DType::F16 } else { arch::DType::F32 };
     let mut parts = vec![
         (Epilogue { bias: true, ..none }, own),
@@ -580,5 +598,14 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
         (all(None), other),
     ];
     parts.extend(Activation::ALL.map(|a| (all(Some(a)), own)));
+    // A layer's forward and backward pass.
+    for activation in Activation::ALL {
+        let forward = Epilogue { pre_activation: true, activation: Some(activation), ..none };
+        parts.push((Epilogue { bias: true, ..forward }, own));
+        parts.push((Epilogue { gate: true, slope: Some(activation), ..none }, own));
+    }
+    let slope = Some(Activation::Silu);
+    let both = Epilogue { pre_activation: true, slope, ..all(None) };
+    parts.push((both, own));
     parts
 }

@@ -94,7 +94,13 @@ impl KernelSuite for Nf4Matmul {
         ] {
             problems.push(product(m, weight));
         }
-        let all = |activation| Epilogue { bias: true, activation, gate: true, residual: true };
+        let all = |activation| Epilogue {
+            bias: true,
+            activation,
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         let epilogues = [
             Epilogue { bias: true, ..Epilogue::default() },
             Epilogue { residual: true, ..Epilogue::default() },
@@ -183,6 +189,7 @@ impl KernelSuite for Nf4Matmul {
             activation: Some(Activation::GeluTanh),
             gate: true,
             residual: true,
+            ..Epilogue::default()
         };
         for (m, weight) in [
             (9, weight(72, 1024, 64, true, Order::Rows)),
@@ -233,6 +240,7 @@ impl KernelSuite for Nf4Matmul {
                 bias: part(&host.bias),
                 gate: part(&host.gate),
                 residual: part(&host.residual),
+                ..EpilogueBuffers::default()
             },
             norm: part(&host.norm).map(|weight| NormBuffers { weight, eps: EPS }),
         };
@@ -342,8 +350,13 @@ impl KernelSuite for Nf4Matmul {
         let of = instance_weights();
         let product =
             |m, weight| Nf4MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
-        let all =
-            Epilogue { bias: true, activation: Some(Activation::Gelu), gate: true, residual: true };
+        let all = Epilogue {
+            bias: true,
+            activation: Some(Activation::Gelu),
+            gate: true,
+            residual: true,
+            ..Epilogue::default()
+        };
         let mut cases = Vec::new();
         for weight in of {
             // Tiles: the streaming configs only, because GEMV code differs between the orders only in its loads.
@@ -456,6 +469,7 @@ fn verdict(
         up: p.glu.then_some(reference::Up { rhs: up, bias: up_bias }),
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),
+        ..reference::Epilogue::NONE
     };
     let sample = match sample {
         Some(seed) => reference.sample(seed),

@@ -274,7 +274,11 @@ pub(super) fn store_row<F: Float, NC: Size, NO: Size>(
                 pairs[j] = sums[comptime!(4 * quad + j)];
             }
             let col = col + comptime!(32 * quad as u32);
-            store_quad::<F, F, NC, NO>(out, finish, &mut pairs, line, col, lane, &columns, false);
+            let mine = col + lane % 4 * 8;
+            let first = finish.ahead((line + mine as usize) / 8, mine < dims.n);
+            store_quad::<F, F, NC, NO>(
+                out, finish, &mut pairs, first, line, col, lane, &columns, false,
+            );
         }
     }
 }
@@ -326,10 +330,9 @@ fn store_gated<F: Float, NC: Size, NO: Size>(
         let mine = col + comptime!(8 * j as u32) + lane % 4 * 2;
         if mine < half {
             let at = (row as usize * half as usize + mine as usize) / 2;
-            let gate = finish.activate::<NC>(pairs[j], mine, columns);
-            let other = pairs[comptime!(j + plan.pairs / 2)];
-            let value = gate * finish.biased::<NC>(other, half + mine, columns);
-            out[at] = Vector::cast_from(finish.join::<NC>(value, at));
+            let sums = (pairs[j], pairs[comptime!(j + plan.pairs / 2)]);
+            let value = finish.vector_of_two::<NC>(sums, at, (mine, half + mine), columns);
+            out[at] = Vector::cast_from(value);
         }
     }
 }

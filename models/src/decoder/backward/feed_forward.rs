@@ -1,11 +1,11 @@
 //! The feed-forward block of a layer, forward and backward. See [`layer`](super::layer).
 
 use burn::tensor::Tensor;
-use ops::training::{activate, activation_backward};
+use ops::training::{activate, activation_backward, linear_activated, linear_activated_backward};
 use ops::{columns, shared_columns};
 
-use super::Pass;
 use super::layer::Place;
+use super::{Learns, Pass};
 use crate::Error;
 use crate::decoder::projection::{Ffn, Projection};
 use crate::names::{Part, Slot};
@@ -18,6 +18,8 @@ pub(super) struct FeedForward {
     /// Gate, or up without a gate, before the activation.
     z: Tensor<2>,
     up: Option<Tensor<2>>,
+    /// activation(z), if it is kept. Otherwise the backward pass computes it again.
+    h: Option<Tensor<2>>,
     /// z and up as one matrix, if they share its memory.
     joint: Option<Tensor<2>>,
     /// Input of the norm after the block, if any.
@@ -36,7 +38,13 @@ impl Pass<'_> {
         let (layer, config) = (self.weights(index), &self.decoder.config);
         let y = place.keep_norm(|| self.norm(&layer.ffn_norm, m.clone(), None))?;
         let inner = layer.ffn.inner_projections();
-        let made = place.keep(|| self.apply(&inner[0], y.clone(), None))?;
+        let (made, kept) = match self.fuses_activation() {
+            false => (place.keep(|| self.apply(&inner[0], y.clone(), None))?, None),
+            true => {
+                let [z, h] = place.keep(|| self.activated(&inner[0], y.clone()))?;
+                (z, Some(h))
+            }
+        };
         let (z, up, joint) = match (&layer.ffn, &inner[..]) {
             (Ffn::Joint { .. }, _) => {
                 let half = config.ffn_hidden;
@@ -55,7 +63,8 @@ impl Pass<'_> {
         };
         let (mut out, mut input) = (None, None);
         if last.is_some() || layer.ffn_post_norm.is_some() {
-            let h = activate(&self.decoder.ctx, z.clone(), up.clone(), config.activation)?;
+            let made = || activate(&self.decoder.ctx, z.clone(), up.clone(), config.activation);
+            let h = kept.clone().map_or_else(made, Ok)?;
             let (h, down) = (self.decoder.paced(h)?, layer.ffn.down());
             match &layer.ffn_post_norm {
                 None => {
@@ -72,7 +81,19 @@ impl Pass<'_> {
                 }
             }
         }
-        Ok((out, FeedForward { y: Some(y), z, up, joint, down: input }))
+        Ok((out, FeedForward { y: Some(y), z, up, h: kept, joint, down: input }))
+    }
+
+    /// Returns true if matmuls apply the activation and its derivative: in blocks without a gate, if all weights are trained.
+    fn fuses_activation(&self) -> bool {
+        self.decoder.config.ffn == crate::Ffn::Plain && matches!(self.learns, Learns::Weights(_))
+    }
+
+    /// Returns z = y · Wᵀ + b and activation(z).
+    fn activated(&self, inner: &Projection, y: Tensor<2>) -> Result<[Tensor<2>; 2], Error> {
+        let (ctx, activation) = (&self.decoder.ctx, self.decoder.config.activation);
+        let (weight, bias) = (inner.dense()?.transpose(), inner.bias.clone());
+        Ok(linear_activated(ctx, y, weight, bias, activation, inner.tf32)?)
     }
 
     /// Returns the gradient of the block's input m, given that of its output, and adds those of what is trained.
@@ -80,7 +101,7 @@ impl Pass<'_> {
         &self,
         index: usize,
         m: Tensor<2>,
-        FeedForward { y, z, up, joint, down }: FeedForward,
+        FeedForward { y, z, up, h, joint, down }: FeedForward,
         dout: Tensor<2>,
     ) -> Result<Tensor<2>, Error> {
         let layer = self.weights(index);
@@ -97,11 +118,21 @@ impl Pass<'_> {
         };
         let (inner, down) = (layer.ffn.inner_projections(), layer.ffn.down());
         let given = self.upstream(down, given)?;
-        let dh = self.input_gradient(down, &given, None)?;
-        let activation = self.decoder.config.activation;
-        activation_backward(&self.decoder.ctx, &dh, &z, up.as_ref(), activation)?;
-        // Now dh holds h, and z and up hold their gradients.
-        self.add_gradient(given, dh, at(Part::Down))?;
+        let (ctx, activation) = (&self.decoder.ctx, self.decoder.config.activation);
+        let (z, h) = match h {
+            Some(h) => {
+                let (dout, weight) = (given.dout.clone(), down.dense()?);
+                let dz = linear_activated_backward(ctx, dout, weight, z, activation, down.tf32)?;
+                (self.decoder.paced(dz)?, h)
+            }
+            None => {
+                let dh = self.input_gradient(down, &given, None)?;
+                activation_backward(ctx, &dh, &z, up.as_ref(), activation)?;
+                (z, dh)
+            }
+        };
+        // Now z and up hold their gradients.
+        self.add_gradient(given, h, at(Part::Down))?;
         let through = |own: &Projection, dout, residual, slot| {
             let dout = self.upstream(own, dout)?;
             let dy = self.input_gradient(own, &dout, residual)?;

@@ -15,9 +15,9 @@
 //!
 //! | [`Recompute`] | kept of a layer, in elements per token |
 //! |---|---|
-//! | `Nothing` | x, m, y, y': 4 hidden; q, k, v; a; z and u: 1 or 2 ffn; lse |
+//! | `Nothing` | x, m, y, y': 4 hidden; q, k, v; a; z, with u or h: 2 ffn; lse. An adapter without a gate keeps no h |
 //! | `Norms` | the same without y and y', which are normalised again |
-//! | `FeedForward` | the same without z and u: they are multiplied again |
+//! | `FeedForward` | the same without z, u and h: they are multiplied again |
 //! | `Layers` | x; the layer runs forward again, without its last product |
 
 use burn::tensor::{DType, Tensor};
@@ -76,7 +76,7 @@ impl Place<'_> {
 
 /// Gradients of a projection's output.
 pub(super) struct Upstream {
-    dout: Tensor<2>,
+    pub(super) dout: Tensor<2>,
     /// dout · sB; none without factors.
     low: Option<Tensor<2>>,
 }

@@ -6,8 +6,8 @@
 //! dx = normᵀ(dy)
 //! ```
 //!
-//! Chunks are of equal length: at most the rows that 2³⁰ bytes of logits hold, but at least 4096. Then reading W, and adding to dW, costs less than
-//! multiplying.
+//! All chunks but the last have the rows that 2²⁹ bytes of logits hold, as a power of two, but at least 2048. With 128256 tokens
+//! and 2048 columns on an H200, chunks of 2048 rows take 0.4% longer than chunks of 4096: reading W and adding to dW costs little.
 
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Tensor};
 use ops::training::{LossOptions, add_product, cross_entropy};
@@ -19,14 +19,14 @@ use crate::names::Slot;
 use crate::{DecoderConfig, Error};
 
 /// Fewest rows of a chunk, if the batch has them.
-const ROWS: usize = 4096;
+const ROWS: usize = 2048;
 /// Bytes of logits of a chunk, unless it then had fewer rows.
-const BYTES: usize = 1 << 30;
+const BYTES: usize = 1 << 29;
 
 /// Returns the rows of a chunk, for `count` rows of logits of this width.
 fn rows_at_once(count: usize, width: usize, dtype: DType) -> usize {
-    let chunks = count.div_ceil((BYTES / (width * dtype.size())).max(ROWS));
-    count.div_ceil(chunks.max(1))
+    let most = (BYTES / (width * dtype.size())).max(ROWS);
+    count.min(1 << most.ilog2())
 }
 
 impl DecoderConfig {
