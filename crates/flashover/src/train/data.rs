@@ -275,7 +275,20 @@ impl Dataset {
             Source::Text(examples, path) => {
                 examples.get(index).map_err(|why| DatasetError::Read { path: path.clone(), why })
             }
-            Source::Files(shards) => shards.get(index),
+            Source::Files(shards) => shards.get(index, 0),
+        }
+    }
+
+    /// Returns an example of an epoch in a random order.
+    fn shuffled(&self, index: u64, epoch: u64, seed: u64) -> Result<Example, DatasetError> {
+        let index = permuted(index, self.len() as u64, [seed, epoch]) as usize;
+        match &self.source {
+            Source::Files(shards) if epoch > 0 => {
+                let context = shards.context() as u64;
+                let shift = permuted(epoch % context, context, [seed, u64::MAX]);
+                shards.get(index, shift as usize)
+            }
+            _ => self.get(index),
         }
     }
 
@@ -309,7 +322,7 @@ impl Dataset {
     }
 
     /// Returns the micro-batches of a step, made one at a time. Each epoch has all examples once: with a seed in a random order of
-    /// its own, else in that of the file.
+    /// its own, else in that of the file. With a seed, windows of tokens begin at other tokens in each epoch.
     pub fn micro_batches(
         &self,
         step: usize,
@@ -323,8 +336,10 @@ impl Dataset {
         let own = move |micro: usize, at: usize| {
             let at = begin + micro as u128 * batch as u128 + at as u128;
             let (epoch, at) = ((at / all) as u64, (at % all) as u64);
-            let at = seed.map_or(at, |seed| permuted(at, all as u64, [seed, epoch]));
-            self.get(at as usize)
+            match seed {
+                Some(seed) => self.shuffled(at, epoch, seed),
+                None => self.get(at as usize),
+            }
         };
         (0..accumulate).map(move |micro| (0..batch).map(|at| own(micro, at)).collect())
     }
@@ -520,6 +535,32 @@ mod tests {
         let plain = data.micro_batches(1, 6, 1, None).flat_map(|batch| batch.expect("in memory"));
         let plain: Vec<u32> = plain.map(|example| example.tokens[0]).collect();
         assert_eq!(plain, [6, 7, 8, 9, 0, 1]);
+    }
+
+    #[test]
+    fn windows_of_later_epochs_begin_elsewhere() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tokens.bin");
+        let bytes: Vec<u8> = (0..801u16).flat_map(u16::to_le_bytes).collect();
+        fs::write(&path, bytes).expect("written");
+        let data = Dataset::of_tokens(&path, 1000, 8).expect("tokens");
+        let starts = |epoch, seed| -> Vec<u32> {
+            let all =
+                data.micro_batches(epoch, 100, 1, seed).flat_map(|batch| batch.expect("read"));
+            let mut all: Vec<u32> = all.map(|example| example.tokens[0]).collect();
+            all.sort_unstable();
+            all
+        };
+        let first: Vec<u32> = (0..100).map(|at| 8 * at).collect();
+        assert_eq!(starts(0, Some(7)), first);
+        let shifts: Vec<u32> = (1..8).map(|epoch| starts(epoch, Some(7))[0]).collect();
+        let mut distinct = shifts.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert!(distinct.len() == 7 && shifts.iter().all(|shift| *shift < 8), "{shifts:?}");
+        let moved: Vec<u32> = first.iter().map(|at| (at + shifts[0]).min(801 - 9)).collect();
+        assert_eq!(starts(1, Some(7)), moved);
+        assert_eq!(starts(3, None), first, "in the order of the file");
     }
 
     #[test]

@@ -30,6 +30,7 @@ struct Shard {
     header: u64,
     /// Bytes per token: 2 or 4.
     size: usize,
+    tokens: usize,
     windows: usize,
 }
 
@@ -68,11 +69,13 @@ impl Shards {
         self.context
     }
 
-    /// Reads a window.
-    pub(super) fn get(&self, mut index: usize) -> Result<Example, DatasetError> {
+    /// Reads a window that begins `shift` tokens later, but at most so late that its file has all of it.
+    pub(super) fn get(&self, mut index: usize, shift: usize) -> Result<Example, DatasetError> {
         for shard in &self.shards {
             if index < shard.windows {
-                let tokens = shard.read(index * self.context, self.context + 1);
+                let last = shard.tokens - (self.context + 1);
+                let from = (index * self.context + shift).min(last);
+                let tokens = shard.read(from, self.context + 1);
                 let tokens =
                     tokens.map_err(|why| DatasetError::Read { path: shard.path.clone(), why })?;
                 return Ok(Example { tokens, from: 0 });
@@ -115,7 +118,8 @@ impl Shard {
             return Err(bad(format!("the header says {} tokens, the file has {tokens}", word(2))));
         }
         let windows = (tokens.saturating_sub(1) / context.max(1) as u64) as usize;
-        let shard = Self { path: path.clone(), file, header, size, windows };
+        let whole = tokens as usize;
+        let shard = Self { path: path.clone(), file, header, size, tokens: whole, windows };
         let mut at = 0;
         while at < tokens {
             let count = (tokens - at).min(1 << 20);
@@ -178,10 +182,12 @@ mod tests {
         std::fs::write(path("notes.txt"), "no tokens").expect("written");
         let shards = Shards::open(folder.path(), 4, 100).expect("tokens");
         assert_eq!(shards.len(), 3);
-        let of = |index| shards.get(index).expect("readable").tokens;
-        assert_eq!(of(0), [0, 1, 2, 3, 4]);
-        assert_eq!(of(1), [4, 5, 6, 7, 8]);
-        assert_eq!(of(2), [10, 11, 12, 13, 14]);
+        let of = |index, shift| shards.get(index, shift).expect("readable").tokens;
+        assert_eq!(of(0, 0), [0, 1, 2, 3, 4]);
+        assert_eq!(of(1, 0), [4, 5, 6, 7, 8]);
+        assert_eq!(of(2, 0), [10, 11, 12, 13, 14]);
+        assert_eq!(of(0, 3), [3, 4, 5, 6, 7]);
+        assert_eq!((of(1, 3), of(2, 3)), (of(1, 0), of(2, 0)), "the last of their files");
         let refused = |name: &str, bytes: &[u8], vocab| {
             std::fs::write(path(name), bytes).expect("written");
             Shards::open(&path(name), 4, vocab).expect_err("refused").to_string()
