@@ -10,6 +10,15 @@
 //! The bias `[n]` has the operands' type; gate, residual and z `[batch, m, n]` have the result's type. All arithmetic is f32
 //! until out and z are rounded. The residual may alias the result: the unit that writes an element also reads it.
 //!
+//! Ladder, of GPT-2's layer with 32768 rows (H200 as RTX 4090, us; z, h and their gradients are 201 MB each, 49 us of a copy):
+//!
+//! | version | forward | backward |
+//! |---|---:|---:|
+//! | a matmul, then a kernel for the activation or its derivative | 395 + 137 | 377 + 265 |
+//! | both in the epilogue: no other work hides its loads and its arithmetic | 585 | 832 |
+//! | loads of four rows of the gate before their stores | 585 | 667 |
+//! | exponentials and reciprocals in single instructions; two blocks of 128 x 128 a processor (the tuner's choice) | 465 | 514 |
+//!
 //! GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), exact and by its tanh formula.
 //! SiLU: `x · σ(x)`, Elfwing et al. (2017); gated as in Shazeer, "GLU Variants Improve Transformer"
 //! (2020).
