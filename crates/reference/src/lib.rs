@@ -10,6 +10,7 @@
 //! | [`rotary`] | rotary position embeddings and their scaling |
 //! | [`rope`] | heads from the QKV projection to the KV cache |
 //! | [`matmul`] | C = A·B and its epilogue: exact, and as a naive kernel would compute it |
+//! | [`conv`] | convolutions with channels last, as a matmul of gathered rows |
 //! | [`nf4`] | 4-bit weights, NF4 and FP4, and nested absmax in 8 bits |
 //! | [`embed`] | embedding lookup of tokens and positions |
 //! | [`norm`] | norms of rows |
@@ -41,6 +42,7 @@
 
 pub mod attention;
 pub mod compare;
+pub mod conv;
 pub mod cross_entropy;
 pub mod decode;
 pub mod decoder;
