@@ -62,6 +62,7 @@ pub mod sample;
 
 pub use attention::{Attended, Attention, HeadStrides, Saved, Scores};
 pub use compare::{Comparison, Lines, compare};
+pub use conv::Conv;
 pub use cross_entropy::CrossEntropy;
 pub use decode::{Cache, CacheStrides, Decode, Table};
 pub use decoder::{Block, Decoder, Linear};

@@ -301,13 +301,33 @@ fn multiply_codes<F: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
 ) {
     let maps = ComptimeOption::<Maps>::new_None();
     if comptime!(matches!(source.form, OperandForm::Halves { .. })) {
-        multiply::<F, F, F, F32Accumulators, Int8Operand<F>, CopyFeed, NL, NR, NO, NP>(
-            lhs, rhs, out, partials, &maps, &finish, &source, dims, plan,
-        );
+        multiply::<
+            F,
+            F,
+            F,
+            F32Accumulators,
+            Int8Operand<F>,
+            ComptimeOption<Maps>,
+            CopyFeed,
+            NL,
+            NR,
+            NO,
+            NP,
+        >(lhs, rhs, out, partials, &maps, &finish, &source, dims, plan);
     } else {
-        multiply::<F, F, F, I32Accumulators, Int8Operand<F>, CopyFeed, NL, NR, NO, NP>(
-            lhs, rhs, out, partials, &maps, &finish, &source, dims, plan,
-        );
+        multiply::<
+            F,
+            F,
+            F,
+            I32Accumulators,
+            Int8Operand<F>,
+            ComptimeOption<Maps>,
+            CopyFeed,
+            NL,
+            NR,
+            NO,
+            NP,
+        >(lhs, rhs, out, partials, &maps, &finish, &source, dims, plan);
     }
 }
 

@@ -45,12 +45,16 @@ pub(crate) fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size,
     #[define(F, I, E)] _dtypes: [ElemType; 3],
 ) {
     match plan {
-        Loop::Mma(plan) => multiply_dense::<F, I, E, CopyFeed, NL, NR, NO, NP>(
-            lhs, rhs, out, partials, &maps, &finish, dims, plan,
-        ),
-        Loop::Tma(plan) => multiply_dense::<F, I, E, TmaFeed, NL, NR, NO, NP>(
-            lhs, rhs, out, partials, &maps, &finish, dims, plan,
-        ),
+        Loop::Mma(plan) => {
+            multiply_dense::<F, I, E, ComptimeOption<Maps>, CopyFeed, NL, NR, NO, NP>(
+                lhs, rhs, out, partials, &maps, &finish, dims, plan,
+            )
+        }
+        Loop::Tma(plan) => {
+            multiply_dense::<F, I, E, ComptimeOption<Maps>, TmaFeed, NL, NR, NO, NP>(
+                lhs, rhs, out, partials, &maps, &finish, dims, plan,
+            )
+        }
         Loop::Workgroup(plan) => {
             workgroup::multiply::<F, E, NL, NR, NO, NP>(lhs, rhs, out, partials, dims, plan)
         }

@@ -176,10 +176,11 @@ pub(crate) struct TmaFeed {
 }
 
 #[cube]
-impl Feed for TmaFeed {
+impl Feed<ComptimeOption<Maps>> for TmaFeed {
     fn new<F: Float, NL: Size, NR: Size>(
         _lhs: &[Vector<F, NL>],
         _rhs: &[Vector<F, NR>],
+        _maps: &ComptimeOption<Maps>,
         _shared: u32,
         unit: u32,
         _dims: &Dims,
@@ -216,6 +217,7 @@ impl Feed for TmaFeed {
         &self,
         _lhs: &[Vector<F, NL>],
         _rhs: &[Vector<F, NR>],
+        _maps: &ComptimeOption<Maps>,
         dims: &Dims,
         work: &Work,
         id: u32,
@@ -230,7 +232,7 @@ impl Feed for TmaFeed {
         }
     }
 
-    fn take_next(&self) {
+    fn take_next(&self, _maps: &ComptimeOption<Maps>, #[comptime] _plan: MmaPlan) {
         if self.at.tiles.read() == 0 {
             self.at.row.store(self.next.row.read());
             self.at.col.store(self.next.col.read());
@@ -281,7 +283,7 @@ impl Feed for TmaFeed {
             } else {
                 full.arrive();
             }
-            self.take_next();
+            self.take_next(maps, plan);
         }
     }
 

@@ -14,13 +14,14 @@ pub(crate) struct Maps {
     pub(crate) rhs: TensorMap<u32, Tiled>,
 }
 
-/// Copies that fill the ring, item after item.
+/// Copies that fill the ring, item after item. `M` is what they need besides the operands.
 #[cube]
-pub(crate) trait Feed: CubeType {
+pub(crate) trait Feed<M: CubeType>: CubeType {
     /// Prepares the copies of unit `unit` into the ring at `shared`.
     fn new<F: Float, NL: Size, NR: Size>(
         lhs: &[Vector<F, NL>],
         rhs: &[Vector<F, NR>],
+        more: &M,
         shared: u32,
         unit: u32,
         dims: &Dims,
@@ -32,6 +33,7 @@ pub(crate) trait Feed: CubeType {
         &self,
         lhs: &[Vector<F, NL>],
         rhs: &[Vector<F, NR>],
+        more: &M,
         dims: &Dims,
         work: &Work,
         id: u32,
@@ -39,13 +41,13 @@ pub(crate) trait Feed: CubeType {
     );
 
     /// Switches to the next item once all tiles of the current one are in flight.
-    fn take_next(&self);
+    fn take_next(&self, more: &M, #[comptime] plan: MmaPlan);
 
     /// Issues the copies of the next tile, if it exists; into stage `stage` if the plan fixes
     /// stages.
     fn tile(
         &self,
-        maps: &ComptimeOption<Maps>,
+        more: &M,
         ring: &mut [Vector<u32, Const<4>>],
         #[comptime] stage: u32,
         #[comptime] plan: MmaPlan,
@@ -119,10 +121,11 @@ fn element(start: u64, index: usize, #[comptime] elem: usize) -> u64 {
 }
 
 #[cube]
-impl Feed for CopyFeed {
+impl Feed<ComptimeOption<Maps>> for CopyFeed {
     fn new<F: Float, NL: Size, NR: Size>(
         lhs: &[Vector<F, NL>],
         rhs: &[Vector<F, NR>],
+        _maps: &ComptimeOption<Maps>,
         shared: u32,
         unit: u32,
         dims: &Dims,
@@ -146,6 +149,7 @@ impl Feed for CopyFeed {
         &self,
         lhs: &[Vector<F, NL>],
         rhs: &[Vector<F, NR>],
+        _maps: &ComptimeOption<Maps>,
         dims: &Dims,
         work: &Work,
         id: u32,
@@ -177,7 +181,7 @@ impl Feed for CopyFeed {
         }
     }
 
-    fn take_next(&self) {
+    fn take_next(&self, _maps: &ComptimeOption<Maps>, #[comptime] _plan: MmaPlan) {
         if self.at.tiles.read() == 0 {
             self.at.set(&self.next);
             self.next.tiles.store(0u32);
@@ -186,7 +190,7 @@ impl Feed for CopyFeed {
 
     fn tile(
         &self,
-        _maps: &ComptimeOption<Maps>,
+        maps: &ComptimeOption<Maps>,
         _ring: &mut [Vector<u32, Const<4>>],
         #[comptime] _stage: u32,
         #[comptime] plan: MmaPlan,
@@ -222,7 +226,7 @@ impl Feed for CopyFeed {
         commit_copies();
         // Switch now, not when the next tile needs it: addresses that are ready let its copies
         // issue early.
-        self.take_next();
+        self.take_next(maps, plan);
         let end = self.shared + comptime!(plan.config.stages * plan.stage_bytes());
         self.stage.store(next_stage(stage, self.shared, end, plan.stage_bytes()));
     }

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::accumulators::{Accumulators, AccumulatorsExpand, F16Accumulators, F32Accumulators};
-use super::feed::{Feed, FeedExpand, Maps};
+use super::feed::{Feed, FeedExpand};
 use super::fragments::Lanes;
 use super::source::{Dense, RightOperand, RightOperandExpand};
 use super::store::{store, store_partials};
@@ -20,7 +20,8 @@ pub(crate) fn multiply_dense<
     F: Float,
     I: Float,
     E: Float,
-    D: Feed,
+    M: CubeType,
+    D: Feed<M>,
     NL: Size,
     NR: Size,
     NO: Size,
@@ -30,19 +31,19 @@ pub(crate) fn multiply_dense<
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
-    maps: &ComptimeOption<Maps>,
+    more: &M,
     finish: &Finish<F, E, NO>,
     dims: &Dims,
     #[comptime] plan: MmaPlan,
 ) {
     let dense = Dense {};
     if comptime!(plan.accumulates_f16) {
-        multiply::<F, I, E, F16Accumulators, Dense, D, NL, NR, NO, NP>(
-            lhs, rhs, out, partials, maps, finish, &dense, dims, plan,
+        multiply::<F, I, E, F16Accumulators, Dense, M, D, NL, NR, NO, NP>(
+            lhs, rhs, out, partials, more, finish, &dense, dims, plan,
         );
     } else {
-        multiply::<F, I, E, F32Accumulators, Dense, D, NL, NR, NO, NP>(
-            lhs, rhs, out, partials, maps, finish, &dense, dims, plan,
+        multiply::<F, I, E, F32Accumulators, Dense, M, D, NL, NR, NO, NP>(
+            lhs, rhs, out, partials, more, finish, &dense, dims, plan,
         );
     }
 }
@@ -56,7 +57,8 @@ pub(crate) fn multiply<
     E: Float,
     A: Accumulators,
     S: RightOperand<A>,
-    D: Feed,
+    M: CubeType,
+    D: Feed<M>,
     NL: Size,
     NR: Size,
     NO: Size,
@@ -66,7 +68,7 @@ pub(crate) fn multiply<
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     partials: &mut [Vector<f32, NP>],
-    maps: &ComptimeOption<Maps>,
+    more: &M,
     finish: &Finish<F, E, NO>,
     source: &S,
     dims: &Dims,
@@ -108,13 +110,13 @@ pub(crate) fn multiply<
     }
     let mut decoded = Array::<u32>::new(comptime!(if packing > 1 { 4 * frags_n } else { 1 }));
 
-    let feed = D::new::<F, NL, NR>(lhs, rhs, shared, plane * 32 + lane, dims, plan);
+    let feed = D::new::<F, NL, NR>(lhs, rhs, more, shared, plane * 32 + lane, dims, plan);
     let work = Work::new(dims, plan.config);
-    feed.aim::<F, NL, NR>(lhs, rhs, dims, &work, CUBE_POS_X, plan);
-    feed.take_next();
+    feed.aim::<F, NL, NR>(lhs, rhs, more, dims, &work, CUBE_POS_X, plan);
+    feed.take_next(more, plan);
     #[unroll]
     for stage in 0..comptime!(plan.tiles_in_flight()) {
-        feed.tile(maps, &mut ring, stage, plan);
+        feed.tile(more, &mut ring, stage, plan);
     }
     feed.wait(0u32, plan);
     let mut read = shared;
@@ -126,7 +128,7 @@ pub(crate) fn multiply<
     let mut id = CUBE_POS_X;
     while id < items {
         let now = work.item(dims, id, plan.config);
-        feed.aim::<F, NL, NR>(lhs, rhs, dims, &work, id + CUBE_COUNT_X, plan);
+        feed.aim::<F, NL, NR>(lhs, rhs, more, dims, &work, id + CUBE_COUNT_X, plan);
         let rounds = if comptime!(plan.fixed_stages) { now.tiles / stages } else { now.tiles };
         for _ in 0..rounds {
             #[unroll]
@@ -153,7 +155,7 @@ pub(crate) fn multiply<
                 }
                 if comptime!(step == 0) {
                     feed.tile(
-                        maps,
+                        more,
                         &mut ring,
                         comptime!((here + plan.tiles_in_flight()) % stages),
                         plan,
