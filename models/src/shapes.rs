@@ -168,8 +168,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 
 /// Returns the configuration of a public model, if `name` is one of [`names`].
 pub fn named(name: &str) -> Option<DecoderConfig> {
-    let published = PUBLISHED.iter().find(|published| published.name == name)?;
-    Some(DecoderConfig::from_json(published.json).expect("every published text is tested to read"))
+    Some(DecoderConfig::from_json(text(name)?).expect("every published text is tested to read"))
 }
 
 /// Returns the text of the `config.json` of a public model, without dtype and architecture.

@@ -6,7 +6,7 @@
 //!   out: [batch, out height, out width, filters]
 //! ```
 //!
-//! What lies outside of the image is 0; negative padding leaves pixels out. A transposed convolution puts `stride - 1` zeros between
+//! Pixels outside of the image are 0; negative padding leaves pixels out. A transposed convolution puts `stride - 1` zeros between
 //! neighbours of x, and steps by one. Its padding is that of the convolution whose gradient it is, and its filters are those of
 //! torch turned around: tap r is torch's `rows - 1 - r`. With `upsample` each pixel of x is read as a square of four. In one
 //! dimension the height is 1.

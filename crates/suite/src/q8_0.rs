@@ -19,7 +19,7 @@ use crate::check::{
     unwritten, weights, zero_first,
 };
 use crate::kernel::{KernelSuite, Params, params, precision};
-use crate::matmul::{reference_activation, reference_of, result_dtype};
+use crate::matmul::{all_parts, reference_activation, reference_of, result_dtype};
 
 /// A problem to verify on seeded inputs.
 #[derive(Debug, Clone, Copy)]
@@ -281,19 +281,12 @@ impl KernelSuite for Q8_0Matmul {
         let mut problems: Vec<_> = SHAPES.iter().zip(rows).map(|(s, m)| product(m, *s)).collect();
         problems.extend([1, 2, 7, 8, 16, 40].map(|m| product(m, (48, 512))));
         problems.extend([1, 5, 33].map(|m| product(m, (131, 160))));
-        let all = |activation| Epilogue {
-            bias: true,
-            activation,
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
         for epilogue in [
             Epilogue { bias: true, ..Epilogue::default() },
             Epilogue { residual: true, ..Epilogue::default() },
-            all(Some(Activation::Silu)),
-            all(Some(Activation::Gelu)),
-            all(Some(Activation::GeluTanh)),
+            all_parts(Some(Activation::Silu)),
+            all_parts(Some(Activation::Gelu)),
+            all_parts(Some(Activation::GeluTanh)),
         ] {
             for (m, shape) in [(3, (48, 512)), (2, (33, 96)), (12, (66, 64)), (20, (66, 320))] {
                 problems.push(Q8_0MatmulProblem { epilogue, ..product(m, shape) });
@@ -382,13 +375,7 @@ impl KernelSuite for Q8_0Matmul {
 
     /// Every GEMV config for one, two and many rows of x.
     fn instances() -> Vec<InstanceCase<Q8_0MatmulProblem>> {
-        let epilogue = Epilogue {
-            bias: true,
-            activation: Some(Activation::Gelu),
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
+        let epilogue = all_parts(Some(Activation::Gelu));
         let plain = |m| {
             let problem = Q8_0MatmulProblem::new(m, weight(4096, 4096), DType::Bf16);
             problem.expect("there are rows")

@@ -220,6 +220,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         cols: (u32, u32),
         columns: &Columns,
     ) -> Vector<f32, W> {
+        comptime!(assert!(!self.epilogue.pre_activation, "a GLU stores no pre-activation"));
         let gate =
             self.activated::<W>(self.biased::<W>(sums.0, cols.0, columns), Arithmetic::Plain);
         self.join::<W>(gate * self.biased::<W>(sums.1, cols.1, columns), at)

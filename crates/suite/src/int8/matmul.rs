@@ -19,7 +19,7 @@ use crate::check::{
     CheckError, Verdict, fnv1a, launch_twice, padded, read, reference_dtype, unwritten,
 };
 use crate::kernel::{KernelSuite, Params, precision};
-use crate::matmul::{reference_activation, reference_of, result_dtype};
+use crate::matmul::{all_parts, reference_activation, reference_of, result_dtype};
 
 impl KernelSuite for Int8Matmul {
     type Case = Case<Int8MatmulProblem>;
@@ -60,19 +60,12 @@ impl KernelSuite for Int8Matmul {
             .collect();
         problems.extend([1, 2, 7, 8, 16, 40].map(|m| product(m, (48, 512))));
         problems.extend([1, 5, 33].map(|m| product(m, (131, 136))));
-        let all = |activation| Epilogue {
-            bias: true,
-            activation,
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
         for epilogue in [
             Epilogue { bias: true, ..Epilogue::default() },
             Epilogue { residual: true, ..Epilogue::default() },
-            all(Some(Activation::Silu)),
-            all(Some(Activation::Gelu)),
-            all(Some(Activation::GeluTanh)),
+            all_parts(Some(Activation::Silu)),
+            all_parts(Some(Activation::Gelu)),
+            all_parts(Some(Activation::GeluTanh)),
         ] {
             for (m, shape) in [(3, (48, 512)), (2, (33, 71)), (12, (66, 72)), (20, (66, 320))] {
                 problems.push(Int8MatmulProblem { epilogue, ..product(m, shape) });
@@ -84,7 +77,7 @@ impl KernelSuite for Int8Matmul {
             for (m, shape) in [(1, (48, 512)), (40, (48, 512)), (9, (37, 41)), (33, (131, 144))] {
                 problems.push(Int8MatmulProblem { activations, ..product(m, shape) });
             }
-            let epilogue = all(Some(Activation::Silu));
+            let epilogue = all_parts(Some(Activation::Silu));
             problems.push(Int8MatmulProblem { activations, epilogue, ..product(12, (66, 80)) });
         }
         (1..).zip(problems).map(|(seed, problem)| Case { problem, seed }).collect()
@@ -193,13 +186,7 @@ impl KernelSuite for Int8Matmul {
     /// Every GEMV config for one, two and many rows of x, and the tensor core paths. The `Dense` path runs matmul's
     /// kernel, which has its own instances.
     fn instances() -> Vec<InstanceCase<Int8MatmulProblem>> {
-        let all = Epilogue {
-            bias: true,
-            activation: Some(Activation::Gelu),
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
+        let all = all_parts(Some(Activation::Gelu));
         let mut cases = Vec::new();
         for weight in instance_weights() {
             for m in [1, 2, 8] {

@@ -150,13 +150,7 @@ impl KernelSuite for Matmul {
     fn config_cases(precision: Precision) -> Vec<EdgeCase> {
         let layouts = [Layout::Row, Layout::Col];
         let sizes = [[256, 256, 128], [131, 259, 67], [1, 264, 72], [9, 37, 80]];
-        let full = Epilogue {
-            bias: true,
-            activation: Some(Activation::Silu),
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
+        let full = all_parts(Some(Activation::Silu));
         let mut cases = Vec::new();
         let mut add = |size, layouts, seed, epilogue| {
             let plain =
@@ -341,13 +335,7 @@ impl KernelSuite for Matmul {
             MatmulProblem::dense(1, sizes, layouts, precision).expect("sizes below are positive")
         };
         let none = Epilogue::default();
-        let everything = Epilogue {
-            bias: true,
-            activation: Some(Activation::Gelu),
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
+        let everything = all_parts(Some(Activation::Gelu));
         let whole = |layouts, precision| {
             let problem = dense([4096; 3], layouts, precision);
             InstanceCase { problem, max_candidates: usize::MAX, clean: usize::MAX }
@@ -579,25 +567,23 @@ fn add_groups(add: &mut impl FnMut(MatmulProblem, Inputs), precision: Precision)
     }
 }
 
+/// Epilogue with all parts that inference has.
+pub(crate) fn all_parts(activation: Option<Activation>) -> Epilogue {
+    Epilogue { bias: true, activation, gate: true, residual: true, ..Epilogue::default() }
+}
+
 /// Each part of an epilogue, all parts together, and other output types.
 fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
     let (none, own) = (Epilogue::default(), precision.storage());
-    let all = |activation| Epilogue {
-        bias: true,
-        activation,
-        gate: true,
-        residual: true,
-        ..Epilogue::default()
-    };
     let other = if own == arch::DType::F32 { arch::DType::F16 } else { arch::DType::F32 };
     let mut parts = vec![
         (Epilogue { bias: true, ..none }, own),
         (Epilogue { gate: true, ..none }, own),
         (Epilogue { residual: true, ..none }, own),
         (none, other),
-        (all(None), other),
+        (all_parts(None), other),
     ];
-    parts.extend(Activation::ALL.map(|a| (all(Some(a)), own)));
+    parts.extend(Activation::ALL.map(|a| (all_parts(Some(a)), own)));
     // A layer's forward and backward pass.
     for activation in Activation::ALL {
         let forward = Epilogue { pre_activation: true, activation: Some(activation), ..none };
@@ -605,7 +591,7 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
         parts.push((Epilogue { gate: true, slope: Some(activation), ..none }, own));
     }
     let slope = Some(Activation::Silu);
-    let both = Epilogue { pre_activation: true, slope, ..all(None) };
+    let both = Epilogue { pre_activation: true, slope, ..all_parts(None) };
     parts.push((both, own));
     parts
 }

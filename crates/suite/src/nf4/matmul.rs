@@ -19,7 +19,7 @@ use crate::check::{
     unwritten,
 };
 use crate::kernel::{KernelSuite, Params, precision};
-use crate::matmul::{EPS, reference_activation, reference_of, result_dtype, row_norm};
+use crate::matmul::{EPS, all_parts, reference_activation, reference_of, result_dtype, row_norm};
 
 /// A matmul to verify.
 #[derive(Debug, Clone, Copy)]
@@ -94,19 +94,12 @@ impl KernelSuite for Nf4Matmul {
         ] {
             problems.push(product(m, weight));
         }
-        let all = |activation| Epilogue {
-            bias: true,
-            activation,
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
         let epilogues = [
             Epilogue { bias: true, ..Epilogue::default() },
             Epilogue { residual: true, ..Epilogue::default() },
-            all(Some(Activation::Silu)),
-            all(Some(Activation::Gelu)),
-            all(Some(Activation::GeluTanh)),
+            all_parts(Some(Activation::Silu)),
+            all_parts(Some(Activation::Gelu)),
+            all_parts(Some(Activation::GeluTanh)),
         ];
         for epilogue in epilogues {
             for (m, weight) in [
@@ -135,7 +128,7 @@ impl KernelSuite for Nf4Matmul {
             let plain = product(m, weight);
             for epilogue in [
                 Epilogue { activation: Some(Activation::Silu), ..Epilogue::default() },
-                all(Some(Activation::GeluTanh)),
+                all_parts(Some(Activation::GeluTanh)),
             ] {
                 let gated = plain.gated_by_half().expect("halves are whole");
                 problems.push(Nf4MatmulProblem { epilogue, ..gated });
@@ -184,13 +177,7 @@ impl KernelSuite for Nf4Matmul {
             gated(7, weight(130, 1024, 64, true, Order::Rows)),
             gated(50, weight(2 * 152, 512, 32, true, Order::Rows)),
         ];
-        let all = Epilogue {
-            bias: true,
-            activation: Some(Activation::GeluTanh),
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
+        let all = all_parts(Some(Activation::GeluTanh));
         for (m, weight) in [
             (9, weight(72, 1024, 64, true, Order::Rows)),
             (160, weight(32 * 5, 256, 64, true, Order::Tiles)),
@@ -350,13 +337,7 @@ impl KernelSuite for Nf4Matmul {
         let of = instance_weights();
         let product =
             |m, weight| Nf4MatmulProblem::new(m, weight, DType::Bf16).expect("there are rows");
-        let all = Epilogue {
-            bias: true,
-            activation: Some(Activation::Gelu),
-            gate: true,
-            residual: true,
-            ..Epilogue::default()
-        };
+        let all = all_parts(Some(Activation::Gelu));
         let mut cases = Vec::new();
         for weight in of {
             // Tiles: the streaming configs only, because GEMV code differs between the orders only in its loads.
