@@ -37,7 +37,7 @@ pub struct Footprint {
     pub weights: u128,
     /// Keys and values, tables of RoPE, and tokens that occurred.
     pub kv_cache: u128,
-    /// Values of a trained adapter, or exact weights in f32 next to weights in 16 bits.
+    /// Values of a trained adapter, or master weights in f32 next to weights in 16 bits.
     pub trained: u128,
     /// Gradients of all trained values.
     pub gradients: u128,

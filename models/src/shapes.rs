@@ -188,6 +188,8 @@ pub fn with_dtype(text: &str, dtype: &str) -> Result<String, Error> {
     json["dtype"] = dtype.into();
     if let Some(fields) = json.as_object_mut() {
         fields.remove("torch_dtype");
+        // Of the weights that the shape was taken from.
+        fields.remove("quantization_config");
     }
     Ok(format!("{json:#}\n"))
 }

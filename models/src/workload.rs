@@ -48,7 +48,7 @@ impl Default for Training {
 /// Parts of training in host memory, which are copied while the device computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Offload {
-    /// Moments, and exact weights next to weights in 16 bits.
+    /// Moments, and master weights next to weights in 16 bits.
     pub optimizer: bool,
     /// Gradients of weights. All micro-batches of a step pass a layer before any passes the next one.
     pub gradients: bool,
@@ -77,7 +77,7 @@ pub enum Trains {
     Adapter(LoraOptions),
     /// All weights.
     Weights {
-        /// True to keep exact weights in f32 next to weights in 16 bits.
+        /// True to keep master weights in f32 next to weights in 16 bits.
         master: bool,
         /// Storage of the moments.
         moments: Moments,

@@ -109,6 +109,7 @@ impl Staged {
 
     fn commit(&mut self) -> io::Result<()> {
         let Self { target, staging, lock } = self;
+        check_kinds(staging, target)?;
         synchronise(staging)?;
         if *staging != target.join(NEW) && !target.exists() {
             fs::rename(&staging, &target)?;
@@ -180,15 +181,43 @@ fn settle(target: &Path) -> io::Result<()> {
             fs::remove_file(old)?;
         }
     }
-    for name in &names {
-        // A private file stays private.
-        if let Ok(meta) = fs::metadata(target.join(name)) {
-            fs::set_permissions(done.join(name), meta.permissions())?;
-        }
-        fs::rename(done.join(name), target.join(name))?;
-    }
+    names.iter().try_for_each(|name| place(&done.join(name), &target.join(name)))?;
     fs::remove_dir(done)?;
     File::open(target)?.sync_all()
+}
+
+/// Moves a file or a folder. The files of a folder that exists are moved into it.
+fn place(from: &Path, to: &Path) -> io::Result<()> {
+    if from.is_dir() && to.is_dir() {
+        for entry in fs::read_dir(from)? {
+            let name = entry?.file_name();
+            place(&from.join(&name), &to.join(name))?;
+        }
+        fs::remove_dir(from)?;
+        return File::open(to)?.sync_all();
+    }
+    // A private file stays private.
+    if let Ok(meta) = fs::metadata(to) {
+        fs::set_permissions(from, meta.permissions())?;
+    }
+    fs::rename(from, to)
+}
+
+/// Refuses a file where the target has a folder, and a folder where it has a file, before anything is moved.
+fn check_kinds(new: &Path, target: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(new)? {
+        let entry = entry?;
+        let old = target.join(entry.file_name());
+        match (entry.file_type()?.is_dir(), old.symlink_metadata()) {
+            (true, Ok(_)) if old.is_dir() => check_kinds(&entry.path(), &old)?,
+            (true, Ok(_)) => return Err(io::Error::other(format!("{} is a file", old.display()))),
+            (false, Ok(meta)) if meta.is_dir() => {
+                return Err(io::Error::other(format!("{} is a folder", old.display())));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn busy() -> io::Error {
@@ -321,6 +350,39 @@ mod tests {
         drop(staged);
         assert_eq!(names(parent.path()), ["out"]);
         Staged::begin(&target)?.finish()
+    }
+
+    #[test]
+    fn files_of_subfolders_are_merged() -> Result<(), Error> {
+        let parent = tempfile::tempdir().expect("temporary folder");
+        let target = parent.path().join("out");
+        let mut staged = Staged::begin(&target)?;
+        let write = |path: PathBuf, text: &str| {
+            fs::create_dir_all(path.parent().expect("a folder")).expect("writable");
+            fs::write(path, text).expect("writable");
+        };
+        for text in ["first", "second", "third"] {
+            write(staged.path().join("sub/deep/a"), text);
+            write(staged.path().join("config.json"), text);
+            staged.publish()?;
+            write(target.join("sub/other"), "kept");
+            let read = |file: &str| fs::read_to_string(target.join(file)).expect("written");
+            let all = ["sub/deep/a", "config.json", "sub/other"].map(read);
+            assert_eq!(all, [text, text, "kept"]);
+            assert_eq!(names(&target.join("sub")), ["deep", "other"]);
+        }
+        // A file and a folder of one name: nothing is moved.
+        write(staged.path().join("sub/deep"), "a file");
+        write(staged.path().join("config.json"), "fourth");
+        let why = staged.publish().expect_err("a folder is there").to_string();
+        assert!(why.contains("sub/deep is a folder"), "{why}");
+        drop(staged);
+        let mut staged = Staged::begin(&target)?;
+        write(staged.path().join("config.json/a"), "a folder");
+        let why = staged.publish().expect_err("a file is there").to_string();
+        assert!(why.contains("config.json is a file"), "{why}");
+        assert_eq!(fs::read_to_string(target.join("config.json")).expect("kept"), "third");
+        Ok(())
     }
 
     #[test]

@@ -213,7 +213,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for batch in &args.batch.0 {
-        let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing);
+        let training = args.steps.training(
+            train,
+            LoraOptions::default(),
+            Recompute::Nothing,
+            args.of.load.options().quant,
+        )?;
         let shape = [*batch, args.context];
         let row = train_speed::bench(&args.of, &training, shape, args.repetitions.into())?;
         match args.format {

@@ -18,6 +18,8 @@ mod tokenize_command;
 mod train_args;
 mod train_command;
 mod train_log;
+mod train_saves;
+mod train_sizes;
 mod train_speed;
 
 use std::path::{Path, PathBuf};
@@ -125,10 +127,10 @@ enum Command {
     ///
     /// Example: flashover profile --model models/demo -p 128 -n 16 --trace trace.json
     Profile(profile_command::Args),
-    /// Fine-tune a model: train a LoRA adapter on examples, over dense or quantised weights
+    /// Train a LoRA adapter, or all weights of a model (--full, --from-scratch)
     ///
     /// Example: flashover train --model models/demo --data stories.txt --output adapter --steps 50
-    #[command(mut_arg("kv_cache", |arg| arg.help(train_args::KV_CACHE)))]
+    #[command(mut_arg("kv_cache", |arg| arg.help(train_args::KV_CACHE)), mut_group("subject", |group| group.required(false)))]
     Train(Box<train_command::Args>),
     /// Write the logits of every position to a file
     ///

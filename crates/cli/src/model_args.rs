@@ -468,10 +468,20 @@ const MUCH: u64 = 4 << 30;
 impl SubjectArgs {
     /// Returns the shape or the folder. Downloads the model if it is a name on the Hub.
     pub(crate) fn subject(&self) -> anyhow::Result<Subject<'_>> {
-        Ok(match (&self.model, &self.shape) {
-            (Some(model), _) => Subject::Folder(self.hub.model(model)?),
-            (None, shape) => Subject::Shape(shape.as_deref().unwrap_or_default()),
-        })
+        match (&self.model, &self.shape) {
+            (Some(model), _) => Ok(Subject::Folder(self.hub.model(model)?)),
+            (None, Some(shape)) => Ok(Subject::Shape(shape)),
+            (None, None) => bail!("no model is named\nhint: add --model, or --shape"),
+        }
+    }
+
+    /// Returns true if a model or a shape is named; commands that need none are `train --full --resume`.
+    pub(crate) const fn is_named(&self) -> bool {
+        self.model.is_some() || self.shape.is_some()
+    }
+
+    pub(crate) fn shape(&self) -> Option<&str> {
+        self.shape.as_deref()
     }
 
     /// Returns the model or shape as written on the command line.

@@ -58,7 +58,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     let train = args.steps.train.unwrap_or(Train::Lora);
-    let training = args.steps.training(train, args.lora.options(), Recompute::Layers);
+    let training =
+        args.steps.training(train, args.lora.options(), Recompute::Layers, options.quant)?;
     let training = trains.then_some(training);
     let usual = if trains { USUAL_TO_TRAIN } else { USUAL };
     let plan = planned(args, &options, usual, |options, workload| {
@@ -116,6 +117,9 @@ fn table(plan: &Plan) -> String {
     ];
     if let Some(Training { trains: Trains::Adapter(lora), .. }) = &workload.training {
         lines.push(("rank", lora.rank.to_string()));
+    }
+    if let Some(Training { recompute, .. }) = &workload.training {
+        lines.push(("recomputation", recompute.name().to_owned()));
     }
     lines.extend(plan.parts().into_iter().map(|(name, part)| (name, bytes(part))));
     lines.push(("total", bytes(plan.peak_bytes())));

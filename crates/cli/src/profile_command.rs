@@ -80,7 +80,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// Profiles a training step.
 fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
-    let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing);
+    let training = args.steps.training(
+        train,
+        LoraOptions::default(),
+        Recompute::Nothing,
+        args.of.load.options().quant,
+    )?;
     let Args { batch, n_prompt: context, .. } = *args;
     let shape = StepShape { micro_batches: training.micro_batches, batch, context };
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;

@@ -25,19 +25,19 @@ pub(crate) struct Args {
     /// Folder for the adapter, or with --full for the model; created if it is absent
     #[arg(long, short, value_name = "DIR")]
     pub(crate) output: PathBuf,
-    /// Replace the adapter or the model in the output folder
+    /// Replace the adapter or the model in the output folder, and other files of the same names
     #[arg(long)]
     pub(crate) overwrite: bool,
     /// Also save after every N steps, with the state that --resume needs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) save_every: Option<u32>,
-    /// With --save-every, save into a folder step-N of the output folder, and keep the last of them
+    /// Keep the last N checkpoints, each in OUTPUT/step-NNNNNN. Needs --save-every
     #[arg(long, value_name = "N", requires = "save_every", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) keep: Option<u32>,
-    /// Continue the run that was saved in a folder with --save-every, with the same options
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["adapter", "from_scratch"])]
+    /// Continue the run that --save-every saved in a folder, with the same options; with --full, --model may be left out
+    #[arg(long, value_name = "DIR", conflicts_with = "adapter")]
     pub(crate) resume: Option<PathBuf>,
-    /// Write a JSON object per step: loss, norm, rate, tokens per second, MFU, memory
+    /// Write a JSON object per step: loss, norm, rate, tokens per second, MFU, memory; with --resume, append them
     #[arg(long, value_name = "FILE")]
     pub(crate) log: Option<PathBuf>,
     /// Write a page with the curves of loss, held-out loss, gradient norm and learning rate
@@ -66,9 +66,9 @@ pub(crate) struct TrainingArgs {
     #[arg(long, conflicts_with_all = ["lora_rank", "lora_alpha", "lora_targets"])]
     pub(crate) full: bool,
     /// Begin with random weights of --shape; --data has tokens
-    #[arg(long, requires_all = ["full", "shape"])]
+    #[arg(long, requires = "full")]
     pub(crate) from_scratch: bool,
-    /// With --full and weights in 16 bits, keep no exact weights in f32: bf16 is rounded stochastically
+    /// With --full and weights in 16 bits, keep no master weights in f32: bf16 is rounded stochastically
     #[arg(long, requires = "full")]
     pub(crate) no_master: bool,
     /// Maximum tokens per example; longer ones are cut [default: 512, at most the context of the model]
@@ -109,9 +109,9 @@ pub(crate) struct OptimizerArgs {
     /// Optimizer, with the format of its moments
     #[arg(long, value_enum, default_value = "adamw")]
     optimizer: OptimizerArg,
-    /// With --optimizer muon, decay rate of the momentum
-    #[arg(long, default_value_t = 0.95, allow_negative_numbers = true)]
-    momentum: f64,
+    /// With --optimizer muon, decay rate of the momentum [default: 0.95]
+    #[arg(long, allow_negative_numbers = true)]
+    momentum: Option<f64>,
     /// Largest learning rate [default: 2e-4; with --full 2e-5, with --from-scratch 6e-4]
     #[arg(long, allow_negative_numbers = true)]
     learning_rate: Option<f64>,
@@ -125,11 +125,11 @@ pub(crate) struct OptimizerArgs {
     #[arg(long, conflicts_with = "schedule")]
     cosine: bool,
     /// With --schedule wsd, steps of the decay at the end
-    #[arg(long, value_name = "STEPS", default_value_t = 0)]
-    decay_steps: u32,
-    /// Rate at the end of the decay, as a share of the learning rate
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, allow_negative_numbers = true)]
-    floor: f64,
+    #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..))]
+    decay_steps: Option<u32>,
+    /// Final learning rate as a fraction of --learning-rate [default: 0]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
+    floor: Option<f64>,
     /// Decay rate of the mean of gradients
     #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
     beta1: f64,
@@ -210,20 +210,34 @@ impl OptimizerArgs {
                 "Muon trains whole matrices, not an adapter's factors\nhint: add --full, or use --optimizer adamw"
             );
         }
-        let decay = match self.schedule {
+        if self.momentum.is_some() && !muon {
+            bail!("--momentum is of Muon\nhint: add --optimizer muon, or use --beta1");
+        }
+        let decay = match (self.schedule, self.decay_steps) {
             _ if self.cosine => Decay::Cosine,
-            ScheduleArg::Constant => Decay::Constant,
-            ScheduleArg::Cosine => Decay::Cosine,
-            ScheduleArg::Linear => Decay::Linear,
-            ScheduleArg::Wsd => Decay::Stable { last: self.decay_steps as usize },
+            (ScheduleArg::Constant, _) => Decay::Constant,
+            (ScheduleArg::Cosine, _) => Decay::Cosine,
+            (ScheduleArg::Linear, _) => Decay::Linear,
+            (ScheduleArg::Wsd, Some(last)) => Decay::Stable { last: last as usize },
+            (ScheduleArg::Wsd, None) => {
+                bail!("--schedule wsd needs the steps of its decay\nhint: add --decay-steps")
+            }
         };
+        if self.decay_steps.is_some() && !matches!(decay, Decay::Stable { .. }) {
+            bail!("--decay-steps is of --schedule wsd\nhint: add --schedule wsd");
+        }
+        if self.floor.is_some() && decay == Decay::Constant {
+            bail!(
+                "--floor needs a schedule that decays\nhint: add --schedule cosine, linear or wsd"
+            );
+        }
         let schedule = Schedule {
             learning_rate: self.learning_rate.unwrap_or(rate),
             warmup: self.warmup as usize,
             decay,
             // Without a decay, a run may be resumed with more steps.
             steps: if decay == Decay::Constant { 0 } else { steps },
-            floor: self.floor,
+            floor: self.floor.unwrap_or(0.0),
         };
         let optimizer = AdamWOptions {
             beta1: self.beta1,
@@ -232,10 +246,17 @@ impl OptimizerArgs {
             weight_decay: self.weight_decay.unwrap_or(if scratch { 0.1 } else { 0.0 }),
             max_grad_norm: (self.max_grad_norm > 0.0).then_some(self.max_grad_norm),
             moments: self.optimizer.moments(),
-            muon: muon.then_some(MuonOptions { momentum: self.momentum, ..MuonOptions::default() }),
-            seed: training.seed as u32,
+            muon: muon.then(|| {
+                let usual = MuonOptions::default();
+                MuonOptions { momentum: self.momentum.unwrap_or(usual.momentum), ..usual }
+            }),
+            seed: (training.seed ^ training.seed >> 32) as u32,
         };
         Ok((schedule, optimizer))
+    }
+
+    pub(crate) fn decay_steps(&self) -> usize {
+        self.decay_steps.map_or(0, |steps| steps as usize)
     }
 
     pub(crate) const fn optimizer(&self) -> OptimizerArg {

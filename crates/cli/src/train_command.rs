@@ -1,16 +1,15 @@
 //! `flashover train`: trains an adapter or all weights on examples.
 
-use std::io::{self, IsTerminal};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::{env, fs, process};
 
 use anyhow::{Context, anyhow, bail};
 use command::OutFile;
 use flashover::bench::Ceilings;
-use flashover::memory::{Chosen, Plan, Preset, Workload, free_bytes};
+use flashover::memory::{Plan, Workload};
 use flashover::train::{
-    Adapter, Dataset, FullOptions, LoraOptions, Recompute, Start, StepMetrics, TrainError,
-    TrainOptions, Trainer, Training, Trains,
+    Adapter, Dataset, FullOptions, LoraOptions, Recompute, SavedRun, Start, StepMetrics,
+    TrainError, TrainOptions, Trainer, Training, Trains,
 };
 use flashover::{Device, Engine, EngineOptions, KvFormat, LoadError, ModelFolder};
 use report::TrainingStep;
@@ -20,24 +19,26 @@ use tune::timing::Stopwatch;
 use crate::interrupt::{self, Stopped};
 use crate::model_args::{Subject, Tracing, all_spared, loaded};
 pub(crate) use crate::train_args::Args;
-use crate::train_args::USUAL_TO_TRAIN;
 use crate::train_log::{Log, Progress};
+use crate::train_saves::{
+    check_output, keep_last, rescue, resumes_in_place, saved_run, saves_at_once,
+};
+use crate::train_sizes::{Sizes, context, recompute, sizes};
 use crate::train_speed::offloaded;
 
-/// Default number of examples per batch.
-const USUAL_BATCH: usize = 4;
-
 /// Model to train.
-struct Model {
+pub(crate) struct Model {
     /// None for a shape with new weights.
-    folder: Option<ModelFolder>,
+    pub(crate) folder: Option<ModelFolder>,
     /// Adapter to continue.
     adapter: Option<Adapter>,
-    training: Training,
+    pub(crate) training: Training,
+    /// Weights that the run began with.
+    origin: Value,
 }
 
 impl Model {
-    fn open(args: &Args) -> anyhow::Result<Self> {
+    fn open(args: &Args, saved: Option<&SavedRun>) -> anyhow::Result<Self> {
         let full = args.training.full;
         let trains = |lora: &LoraOptions| match full {
             true => Trains::Weights {
@@ -49,13 +50,32 @@ impl Model {
         };
         // Sizes are chosen with the least memory.
         let recompute = args.training.recompute.map_or(Recompute::Layers, Recompute::from);
-        let folder = match (args.of.subject()?, &args.resume) {
-            (_, Some(resume)) if full => Some(args.of.load.folder(resume)?),
-            (Subject::Folder(folder), _) => Some(args.of.load.folder(&folder)?),
-            (Subject::Shape(_), _) if args.training.from_scratch => None,
-            (Subject::Shape(shape), _) => bail!(
-                "{shape} is a shape without weights\nhint: train it with --full --from-scratch, or name a --model"
-            ),
+        let load = &args.of.load;
+        let scratch = |shape: &str| Value::from(format!("new weights of {shape}"));
+        let (folder, origin) = match (saved, args.resume.as_deref().filter(|_| full)) {
+            (Some(saved), Some(resume)) => {
+                let same = |own: &Path| own.canonicalize().ok() == resume.canonicalize().ok();
+                let named = args.of.is_named().then(|| args.of.subject()).transpose()?;
+                let origin = match named {
+                    Some(Subject::Folder(own)) if !same(&own) => {
+                        ModelFolder::open(own)?.fingerprint()?.into()
+                    }
+                    Some(Subject::Shape(shape)) => scratch(shape),
+                    _ => saved.run["model"].clone(),
+                };
+                (Some(load.folder(resume)?), origin)
+            }
+            _ => match args.of.subject()? {
+                Subject::Folder(folder) => {
+                    let folder = load.folder(&folder)?;
+                    let origin = folder.fingerprint()?.into();
+                    (Some(folder), origin)
+                }
+                Subject::Shape(shape) if args.training.from_scratch => (None, scratch(shape)),
+                Subject::Shape(shape) => bail!(
+                    "{shape} is a shape without weights\nhint: train it with --full --from-scratch, or name a --model"
+                ),
+            },
         };
         let adapter = args.adapter.as_ref().or(args.resume.as_ref().filter(|_| !full));
         let adapter = match (adapter, &folder) {
@@ -64,10 +84,14 @@ impl Model {
         };
         let asked = args.lora.options();
         let lora = adapter.as_ref().map_or(&asked, Adapter::options).clone();
-        if args.lora.are_given() && (asked.rank, asked.alpha) != (lora.rank, lora.alpha) {
-            let LoraOptions { rank, alpha, .. } = lora;
+        let other = (asked.rank, asked.alpha) != (lora.rank, lora.alpha);
+        let other_targets = !asked.targets.is_empty() && asked.targets != lora.targets;
+        if args.lora.are_given() && (other || other_targets) {
+            let LoraOptions { rank, alpha, targets, .. } = lora;
             bail!(
-                "the saved adapter has rank {rank}, alpha {alpha}\nhint: leave out --lora-*, or start a new run"
+                "the saved adapter has rank {rank}, alpha {alpha} and targets {}\nhint: leave out --lora-*, or start a new \
+                 run",
+                targets.join(",")
             );
         }
         let training = Training {
@@ -76,7 +100,7 @@ impl Model {
             offload: offloaded(&args.training.offload),
             micro_batches: args.training.accumulate as usize,
         };
-        Ok(Self { folder, adapter, training })
+        Ok(Self { folder, adapter, training, origin })
     }
 
     /// Returns the files that training reads.
@@ -84,7 +108,7 @@ impl Model {
         self.folder.as_ref().map(ModelFolder::files).unwrap_or_default()
     }
 
-    fn plan(
+    pub(crate) fn plan(
         &self,
         args: &Args,
         device: &Device,
@@ -94,7 +118,7 @@ impl Model {
         self.plan_of(args, device, load, shape, self.training.clone())
     }
 
-    fn plan_of(
+    pub(crate) fn plan_of(
         &self,
         args: &Args,
         device: &Device,
@@ -117,6 +141,37 @@ impl Model {
         Ok(Dataset::open(path, folder, context)?)
     }
 
+    /// Returns the options of training all weights.
+    fn full_options(&self, args: &Args, steps: usize) -> anyhow::Result<FullOptions> {
+        let (schedule, optimizer) = args.optimizer.options(&args.training, steps)?;
+        let Training { recompute, offload, .. } = self.training;
+        Ok(FullOptions {
+            schedule,
+            optimizer,
+            master: !args.training.no_master,
+            recompute,
+            offload,
+        })
+    }
+
+    /// Returns the options of training an adapter.
+    fn adapter_options(&self, args: &Args, steps: usize) -> anyhow::Result<TrainOptions> {
+        let (schedule, optimizer) = args.optimizer.options(&args.training, steps)?;
+        let Training { recompute, offload, .. } = self.training;
+        let (lora, seed) = (args.lora.options(), args.training.seed);
+        Ok(TrainOptions { lora, schedule, optimizer, seed, recompute, offload })
+    }
+
+    /// Refuses options out of range, before data is read.
+    fn check(&self, args: &Args) -> anyhow::Result<()> {
+        let any = args.optimizer.decay_steps().max(1);
+        match args.training.full {
+            true => self.full_options(args, any)?.check()?,
+            false => self.adapter_options(args, any)?.check()?,
+        }
+        Ok(())
+    }
+
     /// Loads the model.
     fn trainer(
         self,
@@ -125,20 +180,15 @@ impl Model {
         load: &EngineOptions,
         steps: usize,
     ) -> anyhow::Result<Trainer> {
-        let (schedule, optimizer) = args.optimizer.options(&args.training, steps)?;
-        let Training { recompute, offload, .. } = self.training;
-        let seed = args.training.seed;
-        if let Trains::Weights { master, .. } = self.training.trains {
+        if args.training.full {
+            let options = self.full_options(args, steps)?;
             let start = match self.folder {
                 Some(folder) => Start::Folder(Box::new(folder)),
-                None => Start::Scratch { shape: args.of.name(), seed },
+                None => Start::Scratch { shape: args.of.name(), seed: args.training.seed },
             };
-            let options = FullOptions { schedule, optimizer, master, recompute, offload };
             return Ok(Trainer::full(device, start, load, options)?);
         }
-        let lora = args.lora.options();
-        let options = TrainOptions { lora, schedule, optimizer, seed, recompute, offload };
-        options.check()?;
+        let options = self.adapter_options(args, steps)?;
         let folder = self.folder.context("an adapter needs a model")?;
         let engine = loaded(device, folder, load)?;
         Ok(match self.adapter {
@@ -178,14 +228,6 @@ impl Outputs {
     }
 }
 
-/// Sizes of a step.
-struct Sizes {
-    batch: usize,
-    accumulate: usize,
-    steps: usize,
-    context: usize,
-}
-
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.adapter.is_some() && args.lora.are_given() {
         bail!("--adapter sets rank, alpha and matrices\nhint: leave out --lora-*, or --adapter");
@@ -194,13 +236,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if load.kv != KvFormat::Float {
         bail!("training has no KV cache\nhint: leave out --kv-cache");
     }
+    if args.training.from_scratch && args.of.shape().is_none() {
+        bail!("--from-scratch makes new weights\nhint: use --shape instead of --model");
+    }
     if args.training.full && load.quant.is_some() {
         bail!(
             "--full trains dense weights, --quant makes quantised ones\nhint: leave out --quant, or train an adapter without --full"
         );
     }
     let outputs = Outputs::new(args)?;
-    let mut model = Model::open(args)?;
+    let saved = saved_run(args)?;
+    let mut model = Model::open(args, saved.as_ref())?;
+    model.check(args)?;
     let output = &args.output;
     let what = if args.training.full { "model" } else { "adapter" };
     let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
@@ -212,44 +259,49 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let real = output.canonicalize().ok();
     let same = |own: &PathBuf| real.is_some() && own.canonicalize().ok() == real;
-    let resumes = args.resume.as_ref().is_some_and(same);
+    let resumes = resumes_in_place(args);
     let own = model.files().into_iter().filter_map(|file| file.parent().map(Path::to_owned));
     if !resumes && own.into_iter().any(|own| same(&own)) {
         bail!("{} is the model's own folder\nhint: choose another --output", output.display());
     }
     let context = context(args, &model)?;
+    if !args.overwrite && !resumes && !args.adapter.as_ref().is_some_and(same) {
+        check_output(args, model.folder.as_ref())?;
+    }
     let device = args.of.load.open()?;
     let data = model.data(args, &args.data, context)?;
     let held_out = args.held_out.as_ref();
     let held_out = held_out.map(|file| model.data(args, file, context)).transpose()?;
     let longest = held_out.iter().map(Dataset::longest).fold(data.longest(), usize::max).max(1);
-    let (load, sizes) = sizes(args, &model, &device, &data, [longest, context])?;
+    let (load, sizes) = sizes(args, &model, &device, &data, ([longest, context], saved.as_ref()))?;
     let Sizes { batch, accumulate, steps, .. } = sizes;
     model.training.micro_batches = accumulate;
     if args.training.recompute.is_none() && !model.training.offload.by_layer() {
         model.training.recompute = recompute(args, &model, &device, &load, [batch, longest])?;
     }
-    args.optimizer.options(&args.training, steps)?;
-    let taken = match args.training.full {
-        true => output.join("config.json").exists(),
-        false => Adapter::files(output).into_iter().any(|file| file.exists()),
-    };
-    if taken && !args.overwrite && !resumes && !args.adapter.as_ref().is_some_and(same) {
-        let hint = "hint: replace it with --overwrite, or choose another --output";
-        match args.training.full {
-            true => bail!("{} has a model\n{hint}", output.display()),
-            false => bail!("{} has an adapter\n{hint}", output.display()),
-        }
+    if let Some(saved) = saved.as_ref().filter(|saved| saved.done >= steps) {
+        bail!(
+            "the run has taken {} already, of {steps}\nhint: use a larger --steps",
+            command::count(saved.done, "step")
+        );
     }
     let plan = model.plan(args, &device, &load, [batch, longest])?.fitting()?;
-    let state = args.save_every.is_some() || args.resume.is_some();
-    let saves = 1 + args.keep.map_or(0, u64::from);
-    let need = saves.saturating_mul(plan.save_bytes(state));
-    if let Some(free) = command::free_disk(output).filter(|free| *free < need) {
+    if args.training.no_master && !matches!(&*plan.dtype, "bf16" | "f16") {
         bail!(
-            "{} takes {need} bytes to save, but {free} are free there\nhint: free some space, choose another --output, or \
-             a smaller --keep",
-            output.display()
+            "{} weights have no master weights\nhint: leave out --no-master, or add --dtype bf16",
+            plan.dtype
+        );
+    }
+    let state = args.save_every.is_some() || args.resume.is_some();
+    let need = saves_at_once(args).saturating_mul(plan.save_bytes(state));
+    if let Some(free) = command::free_disk(output).filter(|free| *free < need) {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        bail!(
+            "saves take {:.1} GiB in {}, but {:.1} GiB are free there\nhint: free some space, choose another --output, or a \
+             smaller --keep",
+            gib(need),
+            output.display(),
+            gib(free)
         );
     }
     let unwritable = |why| {
@@ -260,6 +312,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let parent = output.parent().filter(|parent| *parent != Path::new(""));
     parent.map_or(Ok(()), fs::create_dir_all).map_err(unwritable)?;
+    if args.keep.is_some() {
+        // The lock is then on the folder itself.
+        fs::create_dir_all(output).map_err(unwritable)?;
+    }
     if output.is_dir() && !resumes {
         for file in Adapter::files(output) {
             all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
@@ -268,11 +324,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // Fails before the long work if the folder cannot be written; a signal while the model loads leaves nothing.
     drop(Adapter::begin(output)?);
     let run = json!({
+        "model": model.origin,
         "data": data.fingerprint()?,
         "context": sizes.context,
         "batch": batch,
         "accumulate": accumulate,
-        "order": order(args),
+        "in-order": args.training.in_order,
+        "seed": args.training.seed,
     });
     let workload =
         Workload { training: Some(model.training.clone()), ..Workload::new(batch, longest) };
@@ -299,10 +357,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         data.left_out,
         command::count(steps, "step"),
         command::count(batch, "example"),
-        if accumulate > 1 { format!(", {accumulate} per step") } else { String::new() },
+        if accumulate > 1 { format!(", {accumulate} batches per step") } else { String::new() },
     );
+    if batch.saturating_mul(accumulate) > data.len() {
+        command::note!(
+            "note: a step has {} examples, more than the data: it repeats them",
+            batch.saturating_mul(accumulate)
+        );
+    }
     if args.training.recompute.is_none() {
-        command::note!("recomputed in the backward pass: {}", level.name());
+        let level = if level == Recompute::Nothing { "none" } else { level.name() };
+        command::note!("activation recomputation: {level}");
     }
     if data.diverged > 0 {
         command::note!(
@@ -311,163 +376,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     let log = args.log.as_deref().zip(ceilings);
-    let log = log.map(|(path, ceilings)| Log::create(path, ceilings, &plan)).transpose()?;
+    let log = log.map(|(path, ceilings)| Log::open(path, ceilings, &plan, args.resume.is_some()));
+    let log = log.transpose()?;
     let job = Job { args, what, data, held_out, sizes, run, log };
     job.train(&device, trainer, outputs)
-}
-
-/// Saves into a folder of the step inside of the output folder, and removes all but the last `keep` up to this step.
-fn keep_last(
-    trainer: &mut Trainer,
-    output: &Path,
-    keep: usize,
-    run: &Value,
-) -> Result<(), TrainError> {
-    const PREFIX: &str = "step-";
-    let done = trainer.done();
-    let own = output.join(format!("{PREFIX}{done:06}"));
-    let reading = |why| folder_error(output, why);
-    fs::create_dir_all(output).map_err(reading)?;
-    trainer.checkpoint_into(&mut Adapter::begin(&own)?, run)?;
-    let mut all = Vec::new();
-    for entry in fs::read_dir(output).map_err(reading)? {
-        let path = entry.map_err(reading)?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let step = name.strip_prefix(PREFIX).and_then(|step| step.parse::<usize>().ok());
-        // Later ones are of another run.
-        all.extend(step.filter(|step| *step <= done).map(|step| (step, path)));
-    }
-    all.sort();
-    for (_, old) in &all[..all.len().saturating_sub(keep)] {
-        fs::remove_dir_all(old).map_err(|why| folder_error(old, why))?;
-    }
-    Ok(())
-}
-
-fn folder_error(path: &Path, why: io::Error) -> TrainError {
-    TrainError::Folder { path: path.to_owned(), why }
 }
 
 /// Returns the seed of the order of examples; none for that of the file.
 fn order(args: &Args) -> Option<u64> {
     (!args.training.in_order).then_some(args.training.seed)
-}
-
-/// Returns the maximum tokens per example.
-fn context(args: &Args, model: &Model) -> anyhow::Result<usize> {
-    let max = match &model.folder {
-        Some(folder) => folder.config().context(),
-        None => Engine::shape(&args.of.name())?.context(),
-    };
-    let max = max.unwrap_or(usize::MAX);
-    let usual = USUAL_TO_TRAIN.min(max);
-    let context = args.training.context.map_or(usual, |context| context as usize);
-    if context > max {
-        bail!(
-            "expected a context of at most {max} tokens, got {context}\n\
-             hint: use -c {max}, or --max-context {context} to extend the context"
-        );
-    }
-    Ok(context)
-}
-
-/// Chooses precision, batch and steps.
-fn sizes(
-    args: &Args,
-    model: &Model,
-    device: &Device,
-    data: &Dataset,
-    [longest, context]: [usize; 2],
-) -> anyhow::Result<(EngineOptions, Sizes)> {
-    let load = args.of.load.options();
-    if let Some(other) = args.training.preset.filter(|preset| *preset != Preset::Training) {
-        bail!("preset {other} is not for training\nhint: use --preset training, or leave it out");
-    }
-    let asked = args.training.batch.map(|batch| batch as usize);
-    let plan = |load: &EngineOptions, batch| model.plan(args, device, load, [batch, longest]);
-    let chosen = match (args.training.preset, asked) {
-        (None, _) => None,
-        (Some(preset), Some(batch)) => Some(preset.precision(&load, |o| plan(o, batch))?),
-        (Some(preset), None) => Some(preset.choose(&load, |o, of| plan(o, of.batch))?),
-    };
-    let tokens = args.training.tokens_per_step;
-    let (load, batch) = match chosen {
-        None => {
-            let usual = |tokens| match tokens {
-                None => Ok(USUAL_BATCH),
-                Some(tokens) => micro_batch(args, model, device, &load, (tokens, longest, context)),
-            };
-            let batch = asked.map_or_else(|| usual(tokens), Ok)?;
-            (load, batch)
-        }
-        Some(Chosen { options, plan }) => {
-            let batch = plan.workload.batch;
-            command::note!("preset training: {}, batches of {batch}", plan.precision());
-            (options, batch)
-        }
-    };
-    let accumulate = match tokens {
-        None => args.training.accumulate as usize,
-        Some(tokens) => {
-            let own = (batch * context) as u64;
-            if !tokens.is_multiple_of(own) {
-                bail!(
-                    "expected a multiple of {own} tokens per step, {batch} examples of {context}, got {tokens}\n\
-                     hint: use --tokens-per-step {}, or another -b",
-                    tokens.div_ceil(own) * own
-                );
-            }
-            (tokens / own) as usize
-        }
-    };
-    let steps = match args.training.steps {
-        Some(steps) => steps as usize,
-        None => data.len().div_ceil(batch * accumulate),
-    };
-    Ok((load, Sizes { batch, accumulate, steps, context }))
-}
-
-/// Returns true if a plan fits in the memory that is free now.
-fn fits(device: &Device, plan: &Plan) -> bool {
-    plan.fits() && free_bytes(device).is_none_or(|free| plan.peak_bytes() <= free)
-}
-
-/// Returns the largest batch that divides the sequences of a step and fits, of at most 65,536 tokens.
-fn micro_batch(
-    args: &Args,
-    model: &Model,
-    device: &Device,
-    load: &EngineOptions,
-    (tokens, longest, context): (u64, usize, usize),
-) -> anyhow::Result<usize> {
-    const MOST: usize = 1 << 16;
-    let sequences = usize::try_from(tokens)? / context;
-    for batch in (1..=sequences.min((MOST / context).max(1))).rev() {
-        if sequences % batch == 0
-            && fits(device, &model.plan(args, device, load, [batch, longest])?)
-        {
-            command::note!("batches of {}", command::count(batch, "example"));
-            return Ok(batch);
-        }
-    }
-    Ok(1)
-}
-
-/// Returns the level with the most memory that fits.
-fn recompute(
-    args: &Args,
-    model: &Model,
-    device: &Device,
-    load: &EngineOptions,
-    shape: [usize; 2],
-) -> anyhow::Result<Recompute> {
-    for level in Recompute::ALL.into_iter().rev() {
-        let training = Training { recompute: level, ..model.training.clone() };
-        if fits(device, &model.plan_of(args, device, load, shape, training)?) {
-            return Ok(level);
-        }
-    }
-    Ok(Recompute::Layers)
 }
 
 /// A run with everything checked.
@@ -539,11 +456,12 @@ impl Job<'_> {
         let seconds = begin.elapsed().as_secs_f64();
         // Saves before anything else can fail, and also after an error. Without a step, an earlier result stays.
         if trainer.done() > first {
-            let saved = match args.save_every.is_some() || args.resume.is_some() {
-                true => trainer.checkpoint_into(&mut folder, run),
-                false => trainer.save_into(&mut folder),
+            let run = (args.save_every.is_some() || args.resume.is_some()).then_some(run);
+            let saved = match run {
+                Some(run) => trainer.checkpoint_into(&mut folder, run),
+                None => trainer.save_into(&mut folder),
             };
-            let saved = saved.or_else(|why| rescue(&trainer, what, output, why));
+            let saved = saved.or_else(|why| rescue(&mut trainer, what, output, run, why));
             if ended.is_err() && saved.is_ok() {
                 let (done, output) = (trainer.done(), output.display());
                 let steps = command::count(done, "step");
@@ -608,52 +526,6 @@ fn trained(trainer: &Trainer) -> anyhow::Result<String> {
         }
         None => "all weights".to_owned(),
     })
-}
-
-/// Saves elsewhere after the output folder could not be written: into a folder that the user names at a terminal,
-/// otherwise next to the output folder or into the folder for temporary files. Returns the error `why` unless the user
-/// named a folder.
-fn rescue(trainer: &Trainer, what: &str, output: &Path, why: TrainError) -> Result<(), TrainError> {
-    if !matches!(why, TrainError::Model(_)) {
-        return Err(why);
-    }
-    let steps = command::count(trainer.done(), "step");
-    if io::stdin().is_terminal() && io::stderr().is_terminal() {
-        command::note!("{why}");
-        loop {
-            command::note!(
-                "type another folder for the {what} after {steps}, or nothing to discard it:"
-            );
-            let mut line = String::new();
-            // An unreadable answer counts as none.
-            let read = io::stdin().read_line(&mut line).unwrap_or(0);
-            let folder = line.trim();
-            if read == 0 || folder.is_empty() {
-                break;
-            }
-            match trainer.save(folder) {
-                Ok(()) => {
-                    command::note!("the {what} after {steps} is in {folder}");
-                    return Ok(());
-                }
-                Err(why) => command::note!("{why}"),
-            }
-        }
-        return Err(why);
-    }
-    let mut beside = output.as_os_str().to_owned();
-    beside.push(".rescued");
-    let temporary = env::temp_dir().join(format!("flashover-adapter-{}", process::id()));
-    for folder in [PathBuf::from(beside), temporary] {
-        match trainer.save(&folder) {
-            Ok(()) => {
-                command::note!("the {what} after {steps} is in {}", folder.display());
-                break;
-            }
-            Err(why) => command::note!("warning: the {what} is not saved: {why}"),
-        }
-    }
-    Err(why)
 }
 
 /// Returns the mean loss over the tokens of held-out examples; none after a signal.

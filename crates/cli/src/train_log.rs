@@ -1,6 +1,6 @@
 //! Progress and log of `flashover train`.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
@@ -23,9 +23,17 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Creates the file, whose first line has the measured peak and the planned memory by part.
-    pub(crate) fn create(path: &Path, ceilings: Ceilings, plan: &Plan) -> anyhow::Result<Self> {
-        let file = File::create(path).with_context(|| {
+    /// Opens the file, and writes a line with the measured peak and the planned memory by part. A run that goes on appends
+    /// to its log.
+    pub(crate) fn open(
+        path: &Path,
+        ceilings: Ceilings,
+        plan: &Plan,
+        goes_on: bool,
+    ) -> anyhow::Result<Self> {
+        let mut options = OpenOptions::new();
+        options.create(true).write(true).append(goes_on).truncate(!goes_on);
+        let file = options.open(path).with_context(|| {
             format!("cannot write {}\nhint: choose another --log", path.display())
         })?;
         let peak = ceilings.gflops.map(|gflops| gflops * 1e9);

@@ -1,11 +1,13 @@
 //! `flashover bench --train` and `flashover profile --train`: training steps.
 
+use anyhow::bail;
 use clap::ValueEnum;
+use flashover::WeightFormat;
 use flashover::bench::trace::{Recording, Trace};
 use flashover::bench::{Ceilings, StepShape, TrainSpeed};
 use flashover::train::{
     AdamWOptions, FullOptions, LoraOptions, MuonOptions, Offload, Recompute, Start, TrainOptions,
-    Trainer, Training, Trains,
+    Trainer, Training, Trains, check_training,
 };
 use serde::Serialize;
 
@@ -27,13 +29,13 @@ pub(crate) struct StepArgs {
     /// Train all weights or an adapter, instead of generating
     #[arg(long, value_enum)]
     pub(crate) train: Option<Train>,
-    /// With --train, activations that the backward pass recomputes [default: nothing; of a plan or with --offload layers]
+    /// With --train, activations that the backward pass recomputes [default: nothing; layers for `plan` and with --offload]
     #[arg(long, value_enum, requires = "train")]
     recompute: Option<RecomputeArg>,
     /// With --train full, optimizer, with the format of its moments
-    #[arg(long, value_enum, default_value = "adamw", requires = "train")]
-    optimizer: OptimizerArg,
-    /// With --train full, no exact weights in f32 next to weights in 16 bits
+    #[arg(long, value_enum, requires = "train")]
+    optimizer: Option<OptimizerArg>,
+    /// With --train full, no master weights in f32 next to weights in 16 bits
     #[arg(long, requires = "train")]
     no_master: bool,
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", requires = "train", help = OFFLOAD)]
@@ -44,12 +46,24 @@ pub(crate) struct StepArgs {
 }
 
 impl StepArgs {
-    /// Returns the training, with `usual` recomputation unless another is asked for.
-    pub(crate) fn training(&self, train: Train, lora: LoraOptions, usual: Recompute) -> Training {
-        let moments = self.optimizer.moments();
+    /// Returns the training, with `usual` recomputation unless another is asked for. Refuses what `train` refuses.
+    pub(crate) fn training(
+        &self,
+        train: Train,
+        lora: LoraOptions,
+        usual: Recompute,
+        quant: Option<WeightFormat>,
+    ) -> anyhow::Result<Training> {
+        let optimizer = self.optimizer.unwrap_or(OptimizerArg::Adamw);
         let trains = match train {
+            Train::Full if quant.is_some() => bail!(
+                "--train full is of dense weights, --quant makes quantised ones\nhint: leave out --quant, or use --train lora"
+            ),
+            Train::Lora if self.optimizer.is_some() || self.no_master => bail!(
+                "--optimizer and --no-master are of --train full\nhint: leave them out, or use --train full"
+            ),
             Train::Full => {
-                let muon = self.optimizer.is_muon();
+                let (moments, muon) = (optimizer.moments(), optimizer.is_muon());
                 Trains::Weights { master: !self.no_master, moments, muon }
             }
             Train::Lora => Trains::Adapter(lora),
@@ -57,14 +71,17 @@ impl StepArgs {
         let offload = offloaded(&self.offload);
         let usual = if offload.by_layer() { Recompute::Layers } else { usual };
         let recompute = self.recompute.map_or(usual, Recompute::from);
-        Training { trains, recompute, offload, micro_batches: self.accumulate as usize }
+        let micro_batches = self.accumulate as usize;
+        let training = Training { trains, recompute, offload, micro_batches };
+        check_training(&training)?;
+        Ok(training)
     }
 }
 
 /// Parts of training in host memory.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum OffloadArg {
-    /// Moments and exact weights
+    /// Moments and master weights
     Optimizer,
     /// Gradients, and with them the optimizer
     Gradients,
@@ -74,7 +91,7 @@ pub(crate) enum OffloadArg {
 
 /// Help of `--offload`.
 pub(crate) const OFFLOAD: &str =
-    "Parts in host memory: optimizer; gradients, and with them the optimizer; inputs of layers";
+    "State kept in host memory: optimizer, gradients (implies optimizer), inputs (layer inputs)";
 
 /// Returns the parts in host memory.
 pub(crate) fn offloaded(args: &[OffloadArg]) -> Offload {

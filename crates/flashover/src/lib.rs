@@ -1,4 +1,4 @@
-//! Flashover: a portable GPU engine for running and fine-tuning models.
+//! Flashover: a portable GPU engine for running and training models.
 //!
 //! Each kernel is written once, runs through CUDA, Vulkan, WebGPU and on the CPU, and is tuned for the card. This crate
 //! is the only public one; all other crates may change at any time.
@@ -19,7 +19,7 @@
 //! the tensors of a Burn model, without copies and with gradients.
 //!
 //! [`Engine`] loads a model from a Hugging Face folder and generates text. [`quantize_model`](quantize::quantize_model)
-//! writes a model's weights in 4 or 8 bits. [`train`] trains LoRA adapters. `hub::Hub` downloads models from the Hugging
+//! writes a model's weights in 4 or 8 bits. [`train`] trains adapters or all weights. `hub::Hub` downloads models from the Hugging
 //! Face Hub. [`monitor`] reads temperature, power, clocks, memory and load of every device, as text and for Prometheus.
 //!
 //! # Features
@@ -40,6 +40,7 @@ mod context;
 pub mod device;
 mod device_error;
 mod engine;
+mod fnv;
 pub mod host;
 mod load_error;
 pub mod memory;

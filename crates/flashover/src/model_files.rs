@@ -1,6 +1,6 @@
 //! The files of a model's folder next to its weights.
 
-use std::fs;
+use std::fs::{self, DirEntry};
 use std::path::{Path, PathBuf};
 
 use checkpoint::Checkpoint;
@@ -8,21 +8,28 @@ use models::Error;
 
 /// Configuration of the model.
 pub(crate) const CONFIG: &str = "config.json";
+/// All weights of a saved model.
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 /// Buffers of a training run.
 pub(crate) const STATE: &str = "flashover_run.safetensors";
 /// Options and position of a training run.
 pub(crate) const RUN: &str = "flashover_run.json";
 
-/// Returns the paths of the files to copy, relative to the folder: all except weights of any format, hidden files, and the state
-/// of a training run.
+/// Returns the paths of the files to copy, relative to the folder: all except weights of any format, hidden files, the state of
+/// a training run, and subfolders with weights, which are models of their own.
 pub(crate) fn others(model: &Path, checkpoint: &Checkpoint) -> Result<Vec<PathBuf>, Error> {
     let mut found = Vec::new();
     let mut folders = vec![PathBuf::new()];
     while let Some(folder) = folders.pop() {
         let at = model.join(&folder);
         let read = |why| Error::Read { path: at.clone(), why };
-        for entry in fs::read_dir(&at).map_err(read)? {
-            let entry = entry.map_err(read)?;
+        let entries = fs::read_dir(&at).map_err(read)?;
+        let entries = entries.collect::<Result<Vec<_>, _>>().map_err(read)?;
+        let has_weights = |entry: &DirEntry| is_weights(&entry.file_name().to_string_lossy());
+        if at != model && entries.iter().any(has_weights) {
+            continue;
+        }
+        for entry in entries {
             let name = entry.file_name();
             let path = folder.join(&name);
             if name.as_encoded_bytes().starts_with(b".") {
@@ -49,6 +56,7 @@ fn is_weights(name: &str) -> bool {
         [".pth", ".pt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".index.json"];
     let named = |starts: &str, ends: &str| name.starts_with(starts) && name.ends_with(ends);
     named("model", ".safetensors")
+        || named("adapter_model", ".safetensors")
         || named("consolidated", ".safetensors")
         || named("pytorch_model", ".bin")
         || ENDS.iter().any(|end| name.ends_with(end))

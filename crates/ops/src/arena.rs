@@ -50,7 +50,7 @@ impl Arena {
         Self { buffer, next: Cell::new(0) }
     }
 
-    /// Returns the bytes that results take, with those that found no place.
+    /// Returns the bytes needed by all results, including those that did not fit.
     pub fn needed(&self) -> u64 {
         self.next.get()
     }

@@ -112,11 +112,13 @@ pub enum InvalidAdamW {
     Length(u64),
     #[error("expected weights in f32, f16 or bf16, got {0}\nhint: cast them")]
     DType(DType),
-    #[error("expected a master for f16 weights\nhint: add one, or train in bf16")]
+    #[error("expected master weights for f16 weights\nhint: add one, or train in bf16")]
     NoMaster,
-    #[error("expected moments in f32 and no master for momentum\nhint: use AdamW")]
+    #[error(
+        "expected moments in f32, and no master weights for momentum, with another rule than AdamW\nhint: use AdamW"
+    )]
     Momentum,
-    #[error("expected {name} {range}, got {value}")]
+    #[error("expected {name} {range}, got {value}\nhint: check the options of the optimizer")]
     Scalar { name: &'static str, range: &'static str, value: f64 },
 }
 
@@ -275,7 +277,7 @@ impl Kernel for AdamW {
         }
     }
 
-    /// None: a launch reads what it writes.
+    /// Empty: the kernel updates its inputs in place, so candidates cannot be compared.
     fn outputs(_: &AdamWProblem, _: &AdamWOperands) -> Vec<Output> {
         Vec::new()
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! weights      of a model: flat, in the compute dtype
-//! trained      A and B of an adapter, or exact weights next to weights in 16 bits; in f32
+//! trained      A and B of an adapter, or master weights next to weights in 16 bits; in f32
 //! gradients    of all trained values, in f32
 //! optimizer    two moments per trained value, in f32, in bf16, or in bytes with an f32 per 256
 //! host         of these, what is offloaded; the device then holds buffers for a part of it at a time

@@ -1,9 +1,9 @@
 //! Steps over state in host memory.
 //!
 //! ```text
-//! for each chunk of a group:  gradient, moments, exact weights to the device     while the chunk before is updated
+//! for each chunk of a group:  gradient, moments, master weights to the device     while the chunk before is updated
 //!                             adamw                                              the same kernel, the same bits
-//!                             moments, exact weights back                        while the next chunk is updated
+//!                             moments, master weights back                        while the next chunk is updated
 //! ```
 //!
 //! The floor of a step is its bytes over the bus, in the direction with more of them. There are two sets of buffers on the device.

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! No step waits for the host: a gradient that is not finite changes nothing, and halves the loss scale if that adapts. Moments and
-//! exact weights may be in host memory: see `host`.
+//! master weights may be in host memory: see `host`.
 
 mod host;
 mod muon;
@@ -88,7 +88,7 @@ pub enum Master<'a> {
 }
 
 impl Master<'_> {
-    /// Takes the exact weights of a group, if they are in host memory.
+    /// Takes the master weights of a group, if they are in host memory.
     fn of_host(&mut self, range: &Range<usize>) -> Option<HostBuffer> {
         let Self::Host(HostWeights { groups }) = self else { return None };
         let at = groups.iter().position(|(own, _)| own == range).expect("each group has them");
@@ -172,7 +172,7 @@ impl OwnGroup {
 }
 
 impl Optimizer {
-    /// Creates moments of 0, on the device or, as `offload` selects, in host memory. If there is a `master`, it holds the exact weights, and
+    /// Creates moments of 0, on the device or, as `offload` selects, in host memory. If there is a `master`, it holds the master weights, and
     /// `trained` their rounded copies.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ mod tokenize;
 #[path = "../../../trace/src/chrome/format.rs"]
 mod trace_format;
 mod train;
+mod train_saves;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

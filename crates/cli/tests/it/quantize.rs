@@ -212,7 +212,8 @@ fn codes_and_reported_errors_are_those_of_the_reference() {
             let pairs = values.iter().zip(&decoded).map(|(a, b)| (f64::from(*a), f64::from(*b)));
             let error: f64 = pairs.clone().map(|(a, b)| (a - b).powi(2)).sum();
             let norm: f64 = pairs.clone().map(|(a, _)| a * a).sum();
-            let largest = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            let largest = pairs.map(|(a, b)| (a - b).abs()).max_by(f64::total_cmp);
+            let largest = largest.expect("values");
             let errors = weight.figures.errors.expect("measured");
             assert!((errors.relative_error / (error / norm).sqrt() - 1.0).abs() < 1e-12);
             assert_eq!(errors.largest_error, largest);

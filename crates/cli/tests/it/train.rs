@@ -123,7 +123,7 @@ fn training_refuses_what_is_wrong_before_it_writes() {
     }
     refused(&["--data", "/dev/zero"], "it is not a file\nhint: ");
     let with = |more: &[&str], why: &str| refused(&[&["--data", &data], more].concat(), why);
-    with(&["--learning-rate", "-1"], "learning rate is -1\nhint: ");
+    with(&["--learning-rate", "-1"], "--learning-rate is -1\nhint: ");
     with(&["--max-grad-norm", "-1"], "a gradient norm of 0 or more, got -1\nhint: ");
     with(&["--clip", "nan"], "a gradient norm of 0 or more, got NaN\nhint: ");
     with(&["--learning-rate", "1e39"], "\nhint: use a number above 0 and within f32");
@@ -374,13 +374,17 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     let kept = path("kept");
     let other = Path::new(&kept).join("step-000900");
     fs::create_dir_all(&other).expect("a folder of another run");
-    full(&["--output", &kept, "--steps", "5", "--save-every", "1", "--keep", "2"]);
+    // What is not a run of ours stays.
+    fs::create_dir_all(Path::new(&kept).join("step-000001")).expect("a folder of the user");
+    fs::write(Path::new(&kept).join("step-000001/thesis"), "mine").expect("written");
+    let said = full(&["--output", &kept, "--steps", "5", "--save-every", "1", "--keep", "2"]);
+    assert!(said.contains("warning: the model is not saved: cannot keep saves in "), "{said}");
     let names =
         fs::read_dir(&kept).expect("written").map(|entry| entry.expect("listed").file_name());
     let mut names: Vec<_> = names.filter_map(|name| name.into_string().ok()).collect();
     names.retain(|name| name.starts_with("step-"));
     names.sort();
-    assert_eq!(names, ["step-000003", "step-000004", "step-000900"]);
+    assert_eq!(names, ["step-000001", "step-000003", "step-000004", "step-000900"]);
     let fourth = Path::new(&kept).join("step-000004");
     full(&[
         "--output",
@@ -419,14 +423,32 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     let own = ["--full", "--model", model];
     let with = |more: &[&str], why: &str| refused(&[&own[..], more].concat(), why);
     with(&["--quant", "nf4"], "--full trains dense weights");
-    with(&["--resume", &b, "--learning-rate", "1e-3"], "learning_rate: 0.00002 in the saved run");
-    with(&["--resume", &b, "--accumulate", "2"], "accumulate: 1 in the saved run, 2 here");
+    let resume = ["--resume", &b, "--steps", "9"];
+    let resumed = |more: &[&str], why: &str| with(&[&resume[..], more].concat(), why);
+    resumed(&["--learning-rate", "1e-3"], "learning-rate: 0.00002 in the saved run, 0.001 here");
+    resumed(&["--accumulate", "2"], "accumulate: 1 in the saved run, 2 here");
+    resumed(&["--in-order"], "in-order: false in the saved run, true here");
+    resumed(&["--optimizer", "adamw8"], "optimizer: ");
+    resumed(&["--offload", "gradients"], "offload: \"no gradients\" in the saved run");
+    with(&["--resume", &b], "has taken 6 steps already, of 6\nhint: use a larger --steps");
     with(&["--resume", model], "has no training run");
-    with(&["--beta2", "1"], "beta2 is 1");
-    with(&["--optimizer", "muon", "--momentum", "1"], "momentum is 1");
+    with(&["--beta2", "1"], "--beta2 is 1");
+    with(&["--optimizer", "muon", "--momentum", "1"], "--momentum is 1");
+    with(&["--momentum", "0.9"], "--momentum is of Muon\nhint: ");
+    with(&["--learning-rate", "1e-60"], "--learning-rate is ");
+    with(&["--learning-rate", "0.5", "--weight-decay", "3"], "--weight-decay is 3\nhint: ");
+    with(&["--decay-steps", "3"], "--decay-steps is of --schedule wsd");
+    with(&["--schedule", "wsd"], "--schedule wsd needs the steps of its decay");
+    with(&["--floor", "0.1"], "--floor needs a schedule that decays");
+    with(&["--no-master"], "f32 weights have no master weights");
+    with(&["--from-scratch"], "--from-scratch makes new weights\nhint: use --shape");
+    refused(&["--full"], "no model is named\nhint: ");
     with(&["--optimizer", "muon", "--offload", "optimizer"], "cannot offload Muon");
     with(&["--offload", "gradients", "--recompute", "nothing"], "while less than whole layers");
-    refused(&["--model", model, "--offload", "optimizer"], "cannot offload state of an adapter");
+    refused(
+        &["--model", model, "--offload", "optimizer"],
+        "cannot offload optimizer or gradients of an adapter",
+    );
     refused(&["--model", model, "--optimizer", "muon"], "Muon trains whole matrices");
     with(&["--keep", "2"], "--save-every");
     let (adapter, lora) = (path("adapter"), ["--model", model, "--lora-rank"]);
@@ -435,11 +457,17 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
     let eight = ["8", "--resume", &adapter];
     refused(&[&lora[..], &eight].concat(), "the saved adapter has rank 4, alpha 8");
-    with(&["--tokens-per-step", "100"], "expected a multiple of 64 tokens per step");
+    with(&["--tokens-per-step", "100"], "a multiple of 32 tokens per step, those of an example");
+    with(
+        &["--tokens-per-step", "96"],
+        "a multiple of 64 tokens per step, 2 examples of 32, got 96",
+    );
     with(&["--memory-limit", "30MiB"], "training all weights of");
     refused(&["--shape", "gpt2"], "gpt2 is a shape without weights");
     let tokens = path("tokens.bin");
     fs::write(&tokens, [0; 200]).expect("written");
+    let not_tokens = ["--shape", "gpt2", "--full", "--from-scratch"];
+    refused(&not_tokens, "data.txt is not a .bin\nhint: ");
     let quantised = fixture("llama_nf4");
     let quantised = ["--full", "--model", quantised.to_str().expect("UTF-8")];
     let made = train(&[&quantised[..], &["--data", &tokens, "--output", &path("c")]].concat());

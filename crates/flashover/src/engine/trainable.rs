@@ -52,22 +52,29 @@ pub(crate) struct SourceFiles {
 }
 
 impl SourceFiles {
-    fn of_folder(folder: &Path, weights: &Weights, dtype: &str) -> Result<Self, models::Error> {
+    /// `max_context` replaces the context of config.json if it is longer.
+    fn of_folder(
+        folder: &Path,
+        weights: &Weights,
+        dtype: &str,
+        max_context: Option<usize>,
+    ) -> Result<Self, models::Error> {
         let path = folder.join(CONFIG);
         let text = fs::read_to_string(&path).map_err(|why| models::Error::Read { path, why })?;
         let mut config: Value =
             serde_json::from_str(&text).map_err(|why| models::Error::Json { file: CONFIG, why })?;
         let named = |field: &str| config.get(field).and_then(Value::as_str);
-        let config = match named("dtype").or_else(|| named("torch_dtype")) == Some(dtype) {
-            true => text,
-            false => {
-                if let Some(fields) = config.as_object_mut() {
-                    fields.remove("torch_dtype");
-                    fields.insert("dtype".to_owned(), dtype.into());
-                }
-                format!("{config:#}\n")
-            }
-        };
+        let same = named("dtype").or_else(|| named("torch_dtype")) == Some(dtype);
+        let own = DecoderConfig::from_json(&text)?.context();
+        // Scaled frequencies depend on the context that the file names.
+        let scaled = config.get("rope_scaling").is_some_and(|scaling| !scaling.is_null());
+        let longer = max_context.filter(|max| own.is_some_and(|own| *max > own) && !scaled);
+        if let Some(fields) = config.as_object_mut() {
+            fields.remove("torch_dtype");
+            fields.insert("dtype".to_owned(), dtype.into());
+            longer.map(|max| fields.insert("max_position_embeddings".to_owned(), max.into()));
+        }
+        let config = if same && longer.is_none() { text } else { format!("{config:#}\n") };
         let others = model_files::others(folder, weights.checkpoint())?;
         Ok(Self { config, folder: folder.to_owned(), others, prefix: Some(weights.prefix()) })
     }
@@ -95,7 +102,7 @@ pub(crate) struct Trainable {
     pub(crate) files: SourceFiles,
 }
 
-/// Exact weights in f32 next to weights in 16 bits.
+/// Master weights in f32 next to weights in 16 bits.
 pub(crate) enum Exact {
     Absent,
     Device(Box<FlatWeights>),
@@ -153,7 +160,8 @@ impl Engine {
         };
         let files = match &folder {
             Ok(weights) => {
-                SourceFiles::of_folder(&reader.folder, weights, name).map_err(LoadError::Folder)?
+                SourceFiles::of_folder(&reader.folder, weights, name, options.max_context)
+                    .map_err(LoadError::Folder)?
             }
             Err(_) => SourceFiles {
                 config: models::shapes::with_dtype(&Self::shape_text(&planned.model)?, name)

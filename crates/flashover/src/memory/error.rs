@@ -26,7 +26,7 @@ pub enum PlanError {
     /// The host has too little memory for what is offloaded to it.
     #[error(
         "training needs {} of host memory, but {} are free\nhint: offload less (--offload), use fewer micro-batches per \
-         step, moments in 8 bits (--optimizer adamw8), or no exact weights (--no-master)",
+         step, moments in 8 bits (--optimizer adamw8), or no master weights (--no-master)",
         formatted(*need), formatted(*free)
     )]
     HostMemory {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use models::{KvFormat, ModelPrecision, Offload, Recompute, Training, Trains, Workload};
+use models::{KvFormat, ModelPrecision, Recompute, Training, Trains, Workload};
 use quant::WeightFormat;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -36,7 +36,7 @@ pub struct Plan {
     pub weights_bytes: u64,
     /// Bytes of the KV cache and the RoPE tables; 0 for training.
     pub cache_bytes: u64,
-    /// Bytes of a trained adapter's values, or of exact weights next to weights in 16 bits.
+    /// Bytes of a trained adapter's values, or of master weights in f32 next to weights in 16 bits.
     pub trained_bytes: u64,
     /// Bytes of the gradients of all trained values.
     pub gradients_bytes: u64,
@@ -58,6 +58,8 @@ pub struct Plan {
     pub(super) stores_int8: bool,
     /// Peak bytes with smaller weight formats that fit, by name of the format.
     pub(super) quantized: Vec<(&'static str, u64)>,
+    /// Peak bytes of training all weights with less on the device, by the options; those that fit, if this plan does not.
+    pub(super) lighter: Vec<(String, u64)>,
 }
 
 impl Plan {
@@ -94,7 +96,7 @@ impl Plan {
         };
         let trained = match training.trains {
             Trains::Adapter(_) => "adapter",
-            Trains::Weights { .. } => "exact weights",
+            Trains::Weights { .. } => "master weights",
         };
         let trained = (trained, self.trained_bytes);
         let gradients = ("gradients", self.gradients_bytes);
@@ -173,28 +175,22 @@ impl Plan {
             }
             _ => match training.trains {
                 Trains::Adapter(_) => "use a larger budget, a smaller rank or a smaller model",
-                Trains::Weights { .. } => "use a larger budget or a smaller model",
+                Trains::Weights { .. } if self.lighter.is_empty() => {
+                    "use a larger budget or a smaller model, or train an adapter"
+                }
+                Trains::Weights { .. } => "use less memory on the device",
             }
             .to_owned(),
         };
-        let Offload { optimizer, gradients, .. } = training.offload;
-        let less = match training.trains {
-            Trains::Adapter(_) => "",
-            Trains::Weights { .. } if gradients => {
-                "; moments in 8 bits (--optimizer adamw8) and no exact weights (--no-master) take less"
+        let lighter = self.lighter.iter();
+        let lighter =
+            lighter.map(|(options, bytes)| format!("; {options} takes {}", formatted(*bytes)));
+        let fitting = format!("{fitting}{}", lighter.collect::<String>());
+        match training.trains {
+            Trains::Adapter(_) if training.recompute != Recompute::Layers => {
+                format!("{fitting}; `Recompute::Layers` (--recompute layers) takes less")
             }
-            Trains::Weights { .. } if optimizer => {
-                "; gradients in host memory (--offload optimizer,gradients,inputs) take less"
-            }
-            Trains::Weights { .. } => {
-                "; moments in 8 bits (--optimizer adamw8), no exact weights (--no-master) and state in host memory \
-                 (--offload optimizer) take less"
-            }
-        };
-        let fitting = format!("{fitting}{less}");
-        match training.recompute {
-            Recompute::Layers => fitting,
-            _ => format!("{fitting}; `Recompute::Layers` (--recompute layers) takes less"),
+            _ => fitting,
         }
     }
 

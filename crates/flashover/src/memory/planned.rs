@@ -2,8 +2,11 @@
 
 use arch::{ArchProfile, Backend, DType};
 use burn::tensor::FloatDType;
-use models::{DecoderConfig, Footprint, ModelPrecision, Workload};
+use models::{
+    DecoderConfig, Footprint, ModelPrecision, Offload, Recompute, Training, Trains, Workload,
+};
 use ops::MemoryProfile;
+use ops::training::Moments;
 use quant::WeightFormat;
 
 use super::budget::MemoryBudget;
@@ -36,6 +39,37 @@ impl PlannedModel {
             let weights = self.config.loaded_bytes(precision);
             (format.name(), Self { precision, weights, ..self.clone() })
         })
+    }
+
+    /// Returns options with which training all weights takes less of the device: first those that keep everything on it, then
+    /// those that do not, each list from the fastest on.
+    fn lighter(&self, training: &Training) -> [Vec<(&'static str, Training)>; 2] {
+        let Trains::Weights { master, .. } = training.trains else { return [vec![], vec![]] };
+        let narrow = self.precision.dtype != FloatDType::F32;
+        let of = |master, moments, offload| Training {
+            trains: Trains::Weights { master, moments, muon: false },
+            recompute: Recompute::Layers,
+            offload,
+            ..training.clone()
+        };
+        let mut here = vec![
+            ("--recompute layers", Training { recompute: Recompute::Layers, ..training.clone() }),
+            ("--recompute layers --optimizer adamw8", of(master, Moments::Int8, training.offload)),
+        ];
+        if narrow && master {
+            let exactless = of(false, Moments::Int8, training.offload);
+            here.push(("--recompute layers --optimizer adamw8 --no-master", exactless));
+        }
+        let state = Offload { optimizer: true, gradients: false, inputs: false };
+        let all = Offload { optimizer: true, gradients: true, inputs: true };
+        let there = vec![
+            ("--optimizer adamw8 --offload optimizer", of(master, Moments::Int8, state)),
+            (
+                "--optimizer adamw8 --offload optimizer,gradients,inputs",
+                of(master, Moments::Int8, all),
+            ),
+        ];
+        [here, there]
     }
 
     /// Returns the parts of the model's memory.
@@ -124,6 +158,14 @@ impl PlannedModel {
         // The number of shared positions holds only for this batch and context.
         let known = |max: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| max);
         let context = self.config.context().unwrap_or(MAX_POSITIONS).min(MAX_POSITIONS);
+        let lighter = workload.training.iter().filter(|_| !fits(workload.clone()));
+        let lighter = lighter.flat_map(|training| self.lighter(training)).filter_map(|options| {
+            options.into_iter().find_map(|(name, training)| {
+                let workload = Workload { training: Some(training), ..workload.clone() };
+                Some((name.to_owned(), fitting_bytes(self, &workload)?))
+            })
+        });
+        let lighter: Vec<_> = lighter.collect();
         let with_batch = |batch| Workload { batch, ..workload.clone() };
         let with_context = |context| Workload { context, ..workload.clone() };
         Ok(Plan {
@@ -151,6 +193,7 @@ impl PlannedModel {
                 .quantized()
                 .filter_map(|(name, planned)| Some((name, fitting_bytes(&planned, &workload)?)))
                 .collect(),
+            lighter,
             workload,
         })
     }

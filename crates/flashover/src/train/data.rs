@@ -15,6 +15,7 @@ use time::OffsetDateTime;
 use super::sequences::Sequences;
 use super::shards::{Shards, is_bin};
 use crate::engine::{GenerateError, ModelFolder};
+use crate::fnv::Fnv1a;
 
 /// Examples to train on, as tokens.
 #[derive(Debug)]
@@ -79,12 +80,31 @@ pub enum DatasetError {
         context: usize,
     },
     /// A file of tokens is damaged, or belongs to another vocabulary.
-    #[error("{}: {why}\nhint: write tokens of the model in 16 bits, or in 32 bits for a larger vocabulary", .path.display())]
+    #[error("{}: {why}\nhint: store token ids as u16; as u32 only above 65,536 tokens", .path.display())]
     Shard {
         /// The file.
         path: PathBuf,
         /// The problem.
         why: String,
+    },
+    /// A model without a tokenizer trains on tokens alone.
+    #[error("{} is not a .bin\nhint: tokenise the text into a .bin, as `data/*/prepare.py` of nanoGPT does", .0.display())]
+    NoTokens(PathBuf),
+    /// A folder has no file of tokens.
+    #[error("{} has no .bin\nhint: name a folder with .bin files, or one file", .0.display())]
+    Empty(PathBuf),
+    /// No file of tokens has a window.
+    #[error(
+        "{} has {}, expected at least {}\nhint: use a shorter context (--context) or more tokens",
+        .path.display(), counted(*.tokens), .context + 1
+    )]
+    Short {
+        /// The file, or the folder of files.
+        path: PathBuf,
+        /// Tokens of the longest file.
+        tokens: usize,
+        /// Inputs of a window.
+        context: usize,
     },
     /// A text or a chat cannot be encoded.
     #[error(transparent)]
@@ -99,6 +119,10 @@ fn readable(why: &io::Error) -> &'static str {
         io::ErrorKind::StorageFull => "free space in the folder for temporary files (TMPDIR)",
         _ => "use a text, or a .jsonl with one example per line",
     }
+}
+
+fn counted(tokens: usize) -> String {
+    if tokens == 1 { "1 token".to_owned() } else { format!("{tokens} tokens") }
 }
 
 /// A line of a `.jsonl`.
@@ -292,24 +316,24 @@ impl Dataset {
         }
     }
 
-    /// Returns a hash of the tokens: of all of a text, of some of files of tokens.
+    /// Returns the number of examples, and a hash of all tokens.
     ///
     /// # Errors
     /// [`DatasetError::Read`].
     pub fn fingerprint(&self) -> Result<String, DatasetError> {
-        const SOME: usize = 64;
         let all = self.len();
-        let step = match &self.source {
-            Source::Text(..) => 1,
-            Source::Files(_) => all.div_ceil(SOME),
+        let hash = match &self.source {
+            Source::Files(shards) => shards.hash(),
+            Source::Text(..) => {
+                let mut hash = Fnv1a::new();
+                for index in 0..all {
+                    let Example { tokens, from } = self.get(index)?;
+                    let words = tokens.iter().copied().chain([from as u32, u32::MAX]);
+                    words.for_each(|word| hash.add(word));
+                }
+                hash.value()
+            }
         };
-        // FNV-1a.
-        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-        let mut add = |word: u32| hash = (hash ^ u64::from(word)).wrapping_mul(0x0100_0000_01b3);
-        for index in (0..all).step_by(step) {
-            let Example { tokens, from } = self.get(index)?;
-            tokens.iter().copied().chain([from as u32, u32::MAX]).for_each(&mut add);
-        }
         Ok(format!("{all} examples, {hash:016x}"))
     }
 

@@ -27,9 +27,9 @@ pub enum TrainError {
     #[error(transparent)]
     Data(Box<DatasetError>),
     /// A training option is out of range.
-    #[error("{name} is {value}\nhint: use a number {range}")]
+    #[error("--{name} is {value}\nhint: use a number {range}")]
     Option {
-        /// Name of the option.
+        /// Name of the option on the command line.
         name: &'static str,
         /// The value given.
         value: f64,
@@ -39,15 +39,14 @@ pub enum TrainError {
     /// Options that exclude each other.
     #[error("cannot {0}")]
     Unsupported(&'static str),
-    /// An earlier attempt to allocate the optimizer's state failed, and took the exact weights.
+    /// An earlier attempt to allocate the optimizer's state failed, and took the master weights.
     #[error(
-        "the trainer lost its exact weights when it ran out of memory\nhint: load the model again"
+        "the trainer lost its master weights when it ran out of memory\nhint: load the model again"
     )]
     Incomplete,
-    /// The loss, its gradient or a trained value is not finite.
+    /// The loss, its gradient or a trained value is not finite. A gradient that is not finite changes no value.
     #[error(
-        "the loss or its gradient is not finite at step {step}\nhint: use a smaller learning rate; the \
-         values before the step are kept"
+        "the loss or its gradient is not finite at step {step}\nhint: use a smaller --learning-rate, or more --warmup"
     )]
     Diverged {
         /// Step of the failure, counted from 1.
@@ -64,8 +63,16 @@ pub enum TrainError {
     /// The folder has no run to resume.
     #[error("{} has no training run\nhint: name a folder that `train --save-every` wrote", .0.display())]
     NoRun(PathBuf),
+    /// The state of a run is damaged or incomplete.
+    #[error("cannot resume from {}: {why}\nhint: resume from another save, or start a new run", .path.display())]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        why: String,
+    },
     /// The options differ from those of the run to resume.
-    #[error("the run was started with other options: {}\nhint: use the same options, or start a new run", .0.join("; "))]
+    #[error("the run was started with other options: {}\nhint: use the options of the saved run, or start a new run", .0.join("; "))]
     Resume(Vec<String>),
 }
 

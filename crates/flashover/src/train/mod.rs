@@ -38,6 +38,7 @@ pub use models::{
     AdamWOptions, Adapter, Example, LoraOptions, MuonOptions, Offload, Recompute, Training, Trains,
 };
 pub use ops::training::Moments;
+pub use save::SavedRun;
 pub use schedule::{Decay, Schedule};
 
 /// Options of training an adapter.
@@ -78,7 +79,7 @@ pub struct FullOptions {
     pub schedule: Schedule,
     /// Hyperparameters of AdamW.
     pub optimizer: AdamWOptions,
-    /// True to keep exact weights in f32 next to weights in 16 bits. Without them, weights in bf16 are rounded
+    /// True to keep master weights in f32 next to weights in 16 bits. Without them, weights in bf16 are rounded
     /// stochastically, which takes 4 bytes less per weight.
     pub master: bool,
     /// Activations that are recomputed in the backward pass.
@@ -294,7 +295,7 @@ impl Trainer {
         let new = if self.state.is_none() { kept } else { parts.saved };
         check_free(self.engine.device(), new + transient)?;
         if self.state.is_none() {
-            // Exact weights in host memory are loaded already.
+            // Master weights in host memory are loaded already.
             let held = match &self.subject {
                 Subject::Weights { master: Exact::Host(master), .. } => master.bytes() as u128,
                 _ => 0,
@@ -355,8 +356,8 @@ impl Trainer {
     ///
     /// # Errors
     /// [`TrainError::Model`] for invalid examples; [`TrainError::Plan`], before anything is computed, for batches that
-    /// exceed the device or the budget; [`TrainError::Diverged`] for a loss or a gradient that is not finite, and the
-    /// step changed nothing; [`TrainError::Device`].
+    /// exceed the device or the budget; [`TrainError::Diverged`] for a gradient that is not finite, which changes no value, or
+    /// for a loss that is not finite; [`TrainError::Device`].
     pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<StepMetrics, TrainError> {
         let all = micro_batches.iter().map(|batch| Ok(batch.clone()));
         Ok(self.step_while(all, || true)?.expect("nothing stops it"))
@@ -442,10 +443,13 @@ impl Trainer {
         if skipped && decoder.dtype() == FloatDType::F16 && control.scale >= 1.0 {
             return Ok(Some(metrics));
         }
-        if skipped || !loss.is_finite() {
+        if skipped {
             return Err(TrainError::Diverged { step });
         }
         self.done = step;
+        if !loss.is_finite() {
+            return Err(TrainError::Diverged { step });
+        }
         self.engine.note_memory();
         Ok(Some(metrics))
     }
@@ -560,12 +564,10 @@ impl TrainOptions {
                 "train an adapter by Muon, which is for whole matrices\nhint: use AdamW",
             ));
         }
-        if self.offload.optimizer || self.offload.gradients {
-            return Err(TrainError::Unsupported(
-                "offload state of an adapter, which is small\nhint: offload inputs alone (--offload inputs)",
-            ));
-        }
-        check(&self.schedule, &self.optimizer, (self.offload, self.recompute))
+        let (offload, recompute) = (self.offload, self.recompute);
+        let trains = Trains::Adapter(self.lora.clone());
+        check_training(&Training { trains, offload, recompute, micro_batches: 1 })?;
+        check(&self.schedule, &self.optimizer)
     }
 }
 
@@ -573,35 +575,45 @@ impl FullOptions {
     /// # Errors
     /// [`TrainError::Option`] for a number out of range.
     pub fn check(&self) -> Result<(), TrainError> {
-        if self.optimizer.muon.is_some() && (self.offload.optimizer || self.offload.gradients) {
-            return Err(TrainError::Unsupported(
-                "offload Muon, which needs whole matrices\nhint: use AdamW (--optimizer adamw8), or leave out --offload",
-            ));
-        }
-        if self.offload.gradients && !self.offload.optimizer {
-            return Err(TrainError::Unsupported(
-                "offload gradients without the optimizer\nhint: offload both (--offload optimizer,gradients)",
-            ));
-        }
-        check(&self.schedule, &self.optimizer, (self.offload, self.recompute))
+        let AdamWOptions { moments, muon, .. } = self.optimizer;
+        let (offload, recompute, muon) = (self.offload, self.recompute, muon.is_some());
+        let trains = Trains::Weights { master: self.master, moments, muon };
+        check_training(&Training { trains, offload, recompute, micro_batches: 1 })?;
+        check(&self.schedule, &self.optimizer)
     }
 }
 
-/// Checks options; training computes in f32.
-fn check(
-    schedule: &Schedule,
-    optimizer: &AdamWOptions,
-    (offload, recompute): (Offload, Recompute),
-) -> Result<(), TrainError> {
-    if offload.by_layer() && recompute != Recompute::Layers {
-        return Err(TrainError::Unsupported(
+/// Refuses options that exclude each other.
+///
+/// # Errors
+/// [`TrainError::Unsupported`].
+pub fn check_training(training: &Training) -> Result<(), TrainError> {
+    let Offload { optimizer, gradients, .. } = training.offload;
+    let state = optimizer || gradients;
+    let why = match training.trains {
+        Trains::Adapter(_) if state => {
+            "offload optimizer or gradients of an adapter, which are small\nhint: use --offload inputs, or --full"
+        }
+        Trains::Weights { muon: true, .. } if state => {
+            "offload Muon, which needs whole matrices\nhint: use AdamW (--optimizer adamw8), or leave out --offload"
+        }
+        _ if gradients && !optimizer => {
+            "offload gradients without the optimizer\nhint: offload both (--offload optimizer,gradients)"
+        }
+        _ if training.offload.by_layer() && training.recompute != Recompute::Layers => {
             "offload gradients or inputs while less than whole layers is recomputed\nhint: recompute layers \
-             (--recompute layers)",
-        ));
-    }
+             (--recompute layers)"
+        }
+        _ => return Ok(()),
+    };
+    Err(TrainError::Unsupported(why))
+}
+
+/// Checks numbers; training computes in f32.
+fn check(schedule: &Schedule, optimizer: &AdamWOptions) -> Result<(), TrainError> {
     const ABOVE: &str = "above 0 and within f32";
     let finite = |value: f64| (value as f32).is_finite();
-    let above = |value: f64| finite(value) && value > 0.0;
+    let above = |value: f64| finite(value) && value as f32 > 0.0;
     let rate = |value: f64| (0.0..1.0).contains(&value);
     let AdamWOptions { beta1, beta2, eps, weight_decay, max_grad_norm, muon, .. } = *optimizer;
     let momentum = muon.map_or(0.0, |muon| muon.momentum);
@@ -609,13 +621,20 @@ fn check(
     let learning_rate = schedule.learning_rate;
     let decays = finite(weight_decay) && weight_decay >= 0.0;
     let rules = [
-        ("learning rate", learning_rate, above(learning_rate), ABOVE),
-        ("weight decay", weight_decay, decays, "of 0 or more, within f32"),
-        ("clip", clip, above(clip), ABOVE),
+        ("learning-rate", learning_rate, above(learning_rate), ABOVE),
+        ("weight-decay", weight_decay, decays, "of 0 or more, within f32"),
+        // A larger one turns the sign of a weight.
+        (
+            "weight-decay",
+            weight_decay,
+            learning_rate * weight_decay <= 1.0,
+            "of at most 1 / --learning-rate",
+        ),
+        ("max-grad-norm", clip, above(clip), ABOVE),
         ("beta1", beta1, rate(beta1), "from 0 to below 1"),
         ("beta2", beta2, rate(beta2), "from 0 to below 1"),
         ("momentum", momentum, rate(momentum), "from 0 to below 1"),
-        ("eps", eps, (eps as f32) > 0.0 && finite(eps), ABOVE),
+        ("eps", eps, above(eps), ABOVE),
         ("floor", schedule.floor, (0.0..=1.0).contains(&schedule.floor), "from 0 to 1"),
     ];
     match rules.into_iter().find(|(_, _, valid, _)| !valid) {

@@ -3,13 +3,14 @@
 //! ```text
 //! model.safetensors, config.json, tokenizer …      all weights, in the compute dtype; or
 //! adapter_model.safetensors, adapter_config.json   an adapter, in f32
-//! flashover_run.safetensors                        of a run: exact weights, moments, loss scale
+//! flashover_run.safetensors                        of a run: master weights, moments, loss scale
 //! flashover_run.json                               of a run: steps taken, options of the trainer and of the caller
 //! ```
 //!
 //! The files of a folder are replaced together: a kill leaves those of one save. A run that is resumed takes the same steps, bit
 //! by bit, as one that was not interrupted.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -17,13 +18,11 @@ use std::path::{Path, PathBuf};
 use checkpoint::Staged;
 use models::Adapter;
 use models::export::{read_buffers, write_buffers};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{Subject, TrainError, Trainer, Trains};
-use crate::model_files::{CONFIG, RUN, STATE};
-
-/// File of all weights.
-const WEIGHTS: &str = "model.safetensors";
+use super::{Schedule, Subject, TrainError, Trainer, Trains};
+use crate::model_files::{CONFIG, RUN, STATE, WEIGHTS};
 
 impl Trainer {
     /// Saves the adapter into a folder in PEFT's format, or all weights as a Hugging Face folder.
@@ -58,7 +57,13 @@ impl Trainer {
         for file in &files.others {
             let target = to.join(file);
             target.parent().map_or(Ok(()), fs::create_dir_all).map_err(writing(&target))?;
-            fs::copy(files.folder.join(file), &target).map_err(writing(&target))?;
+            let from = files.folder.join(file);
+            match fs::copy(&from, &target) {
+                Err(_) if !from.exists() => {
+                    log::warn!("{} is gone, and is not saved", from.display());
+                }
+                copied => drop(copied.map_err(writing(&target))?),
+            }
         }
         let config = to.join(CONFIG);
         fs::write(&config, &files.config).map_err(writing(&config))?;
@@ -84,75 +89,111 @@ impl Trainer {
     /// folder.
     ///
     /// # Errors
-    /// [`TrainError::Resume`] for other options, each of them named; [`TrainError::Model`] for files that cannot be read;
-    /// [`TrainError::Plan`] for too little memory.
+    /// [`TrainError::NoRun`] for a folder without a run; [`TrainError::Resume`] for other options, each of them named;
+    /// [`TrainError::State`] for a damaged file; [`TrainError::Plan`] for too little memory.
     pub fn resume(&mut self, folder: impl AsRef<Path>, run: &Value) -> Result<(), TrainError> {
-        let path = folder.as_ref().join(RUN);
-        let text = fs::read_to_string(&path).map_err(|why| match why.kind() {
-            ErrorKind::NotFound => TrainError::NoRun(folder.as_ref().to_owned()),
-            _ => models::Error::Read { path: path.clone(), why }.into(),
-        })?;
-        let saved: Value =
-            serde_json::from_str(&text).map_err(|why| models::Error::Json { file: RUN, why })?;
-        let mut differs = Vec::new();
-        differences("", &saved["trainer"], &self.options(), &mut differs);
-        differences("", &saved["run"], run, &mut differs);
+        let saved = SavedRun::open(&folder)?;
+        let mut differs = differences(&saved.trainer, &self.options());
+        differs.extend(differences(&saved.run, run));
         if !differs.is_empty() {
             return Err(TrainError::Resume(differs));
         }
         self.reserve(&self.trained(1, 1, 1))?;
         if let Some(state) = &mut self.state {
-            read_buffers(folder.as_ref().join(STATE), &mut state.optimizer.buffers())?;
+            let path = folder.as_ref().join(STATE);
+            read_buffers(&path, &mut state.optimizer.buffers())
+                .map_err(|why| TrainError::State { path, why: why.to_string() })?;
         }
-        let done = saved["done"].as_u64().and_then(|done| usize::try_from(done).ok());
-        self.done = done.ok_or_else(|| TrainError::NoRun(folder.as_ref().to_owned()))?;
+        self.done = saved.done;
         Ok(())
     }
 
-    /// Returns the options that change the steps.
+    /// Returns the options that change the steps, by their names on the command line.
     fn options(&self) -> Value {
-        let trains = match &self.training.trains {
-            Trains::Adapter(lora) => json!({
-                "rank": lora.rank,
-                "alpha": lora.alpha,
-                "rank_stabilised": lora.rank_stabilised,
-            }),
-            Trains::Weights { master, .. } => json!({ "weights": "all", "master": master }),
-        };
-        let (own, config) = (&self.optimizer, self.engine.config());
+        let (own, Schedule { learning_rate, warmup, decay, steps, floor }) =
+            (&self.optimizer, self.schedule);
+        let (config, (dtype, quant)) = (self.engine.config(), self.engine.precision());
         let (family, parameters) = (config.family.model_type(), config.parameters());
-        json!({
-            "model": format!("{family} with {parameters} parameters"),
-            "trains": trains,
-            "dtype": self.engine.precision().0,
-            "schedule": self.schedule,
+        let muon = own.muon.map(|muon| json!([muon.momentum, muon.iterations]));
+        let mut options = json!({
+            "architecture": format!("{family} with {parameters} parameters"),
+            "dtype": dtype,
+            "quant": quant,
+            "learning-rate": learning_rate,
+            "warmup": warmup,
+            "schedule": decay,
+            "steps": steps,
+            "floor": floor,
             "beta1": own.beta1,
             "beta2": own.beta2,
             "eps": own.eps,
-            "weight_decay": own.weight_decay,
-            "max_grad_norm": own.max_grad_norm,
-            "moments": own.moments.name(),
-            "muon": own.muon.map(|muon| json!([muon.momentum, muon.iterations])),
+            "weight-decay": own.weight_decay,
+            "max-grad-norm": own.max_grad_norm,
+            "optimizer": if muon.is_some() { "muon" } else { own.moments.name() },
+            "momentum": muon,
             "seed": own.seed,
-        })
+            // Micro-batches are then added in another order.
+            "offload": if self.training.offload.gradients { "gradients" } else { "no gradients" },
+        });
+        let trains = match &self.training.trains {
+            Trains::Adapter(lora) => json!({
+                "lora-rank": lora.rank,
+                "lora-alpha": lora.alpha,
+                "lora-targets": lora.targets,
+                "rank stabilised": lora.rank_stabilised,
+            }),
+            Trains::Weights { master, .. } => json!({ "full": true, "no-master": !master }),
+        };
+        if let (Some(options), Value::Object(trains)) = (options.as_object_mut(), trains) {
+            options.extend(trains);
+        }
+        options
     }
 }
 
-/// Adds a line for each field that differs between two JSON values.
-fn differences(name: &str, saved: &Value, own: &Value, lines: &mut Vec<String>) {
-    let (Value::Object(saved), Value::Object(own)) = (saved, own) else {
-        if saved != own {
-            lines.push(format!("{name}: {saved} in the saved run, {own} here"));
-        }
-        return;
-    };
-    for (field, _) in
-        saved.iter().chain(own.iter().filter(|(field, _)| !saved.contains_key(*field)))
-    {
-        let of = |map: &Map<String, Value>| map.get(field).cloned().unwrap_or_default();
-        let name = if name.is_empty() { field.clone() } else { format!("{name}.{field}") };
-        differences(&name, &of(saved), &of(own), lines);
+/// A run that [`Trainer::checkpoint_into`] saved.
+#[derive(Debug, Clone, Deserialize)]
+pub struct SavedRun {
+    /// Steps taken.
+    pub done: usize,
+    /// Options of the trainer.
+    trainer: Value,
+    /// Options of the caller.
+    pub run: Value,
+}
+
+impl SavedRun {
+    /// Reads the run that a folder has, without its state.
+    ///
+    /// # Errors
+    /// [`TrainError::NoRun`] for a folder without a run; [`TrainError::State`] for a damaged file.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, TrainError> {
+        let folder = folder.as_ref();
+        checkpoint::recover(folder).map_err(models::Error::from)?;
+        let path = folder.join(RUN);
+        let text = match fs::read_to_string(&path) {
+            Err(why) if why.kind() == ErrorKind::NotFound => {
+                return Err(TrainError::NoRun(folder.to_owned()));
+            }
+            text => text.map_err(|why| models::Error::Read { path: path.clone(), why })?,
+        };
+        serde_json::from_str(&text)
+            .map_err(|why| TrainError::State { path, why: format!("damaged JSON: {why}") })
     }
+}
+
+/// Returns a line for each field that differs between two JSON objects.
+fn differences(saved: &Value, own: &Value) -> Vec<String> {
+    let none = Map::new();
+    let fields = |value: &'_ Value| value.as_object().unwrap_or(&none).clone();
+    let (saved, own) = (fields(saved), fields(own));
+    let names: BTreeSet<_> = saved.keys().chain(own.keys()).collect();
+    let of = |map: &Map<String, Value>, name: &String| map.get(name).cloned().unwrap_or_default();
+    let both = names.into_iter().map(|name| (name, of(&saved, name), of(&own, name)));
+    let differ = both.filter(|(_, saved, own)| saved != own);
+    differ
+        .map(|(name, saved, own)| format!("{name}: {saved} in the saved run, {own} here"))
+        .collect()
 }
 
 fn writing(path: &Path) -> impl Fn(std::io::Error) -> models::Error {

@@ -5,9 +5,9 @@ use std::path::Path;
 use checkpoint::Checkpoint;
 use flashover::train::{
     AdamWOptions, Adapter, Dataset, DatasetError, Example, FullOptions, LoraOptions, Moments,
-    Offload, Recompute, Schedule, Start, TrainError, TrainOptions, Trainer,
+    MuonOptions, Offload, Recompute, Schedule, Start, TrainError, TrainOptions, Trainer,
 };
-use flashover::{Engine, EngineOptions, ModelFolder};
+use flashover::{Compute, Engine, EngineOptions, ModelFolder};
 use models::Weights;
 use serde_json::json;
 
@@ -204,7 +204,7 @@ fn weights(folder: &Path) -> Vec<u8> {
 
 /// Runs `until` steps at once, then half of them, saves, and resumes with a new trainer; all bits are the same.
 fn resumed(start: impl Fn(&Path) -> Trainer, from: &Path) {
-    let (run, target) = (json!({ "data": 7 }), tempfile::tempdir().expect("a folder"));
+    let (run, target) = (json!({ "data": 7, "epoch": 1 }), tempfile::tempdir().expect("a folder"));
     let at = |name: &str| target.path().join(name);
     let save = |trainer: &mut Trainer, name: &str| {
         let mut folder = Adapter::begin(at(name)).expect("nobody else writes it");
@@ -228,7 +228,8 @@ fn resumed(start: impl Fn(&Path) -> Trainer, from: &Path) {
     assert!(state("whole") == state("rest"), "other state");
     assert!(weights(&at("whole")) != weights(&at("half")));
     // Other data.
-    let refused = rest.resume(at("half"), &json!({ "data": 8 })).expect_err("other data");
+    let refused =
+        rest.resume(at("half"), &json!({ "data": 8, "epoch": 1 })).expect_err("other data");
     assert!(refused.to_string().contains("data: 7 in the saved run, 8 here"), "{refused}");
 }
 
@@ -265,6 +266,31 @@ fn a_resumed_run_takes_the_same_steps() {
         };
         resumed(adapted, &fixture("llama"));
     }
+}
+
+/// Weights in 16 bits: rounded stochastically, next to a master, and with the loss scale of f16.
+#[test]
+fn resumed_runs_in_16_bits_take_the_same_steps() {
+    for (dtype, master) in [(Compute::Bf16, false), (Compute::Bf16, true), (Compute::F16, true)] {
+        for name in ["gpt2", "llama"] {
+            let schedule = Schedule::constant(1e-3);
+            let options = FullOptions { schedule, master, ..FullOptions::default() };
+            let engine = EngineOptions { dtype: Some(dtype), ..EngineOptions::default() };
+            let full = |folder: &Path| {
+                let start = Start::Folder(Box::new(ModelFolder::open(folder).expect("a model")));
+                Trainer::full(&cpu(), start, &engine, options.clone()).expect("dense")
+            };
+            resumed(full, &fixture(name));
+        }
+    }
+    let muon = Some(MuonOptions::default());
+    let optimizer = AdamWOptions { muon, ..AdamWOptions::default() };
+    let options = FullOptions { optimizer, ..FullOptions::default() };
+    let full = |folder: &Path| {
+        let start = Start::Folder(Box::new(ModelFolder::open(folder).expect("a model")));
+        Trainer::full(&cpu(), start, &EngineOptions::default(), options.clone()).expect("dense")
+    };
+    resumed(full, &fixture("gpt2"));
 }
 
 /// A saved model is the one that was trained, in all families.

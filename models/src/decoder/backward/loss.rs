@@ -6,7 +6,7 @@
 //! dx = normᵀ(dy)
 //! ```
 //!
-//! All chunks but the last have the rows that 2²⁹ bytes of logits hold, as a power of two. Reading W and adding to dW costs little:
+//! A chunk has the largest power of two of rows whose logits fit in 512 MiB. Reading W and adding to dW costs little:
 //! with 128256 tokens and 2048 columns on an H200, chunks of 2048 rows take 0.4% longer than chunks of 4096. But dy needs 2²²
 //! elements, which are 128 tiles, to occupy a card: of GPT-2's 768 columns, chunks of 4096 rows take 8% longer than of 8192.
 
