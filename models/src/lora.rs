@@ -126,6 +126,12 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 /// Prefix that PEFT adds to the names of a model.
 const PREFIX: &str = "base_model.model.";
 
+/// Returns the names of the modules, sorted.
+fn target_names(factors: &[Factor]) -> Vec<String> {
+    let names: BTreeSet<_> = factors.iter().map(|own| own.name().to_owned()).collect();
+    names.into_iter().collect()
+}
+
 impl Adapter {
     /// Creates an adapter that does not change the model yet. As in PEFT, A is uniform in ±1/√k, from `seed`,
     /// and B is 0.
@@ -145,6 +151,7 @@ impl Adapter {
             values.extend((0..a).map(|_| draw() as f32));
             values.resize(values.len() + b, 0.0);
         }
+        let options = LoraOptions { targets: target_names(&factors), ..options };
         Ok(Self { options, factors, values, dropout: 0.0 })
     }
 
@@ -267,8 +274,7 @@ impl Adapter {
             let unused = left.into_iter().map(str::to_owned).collect();
             return Err(Error::AdapterTensors { missing, unused, wrong });
         }
-        let targets: BTreeSet<String> = factors.iter().map(|own| own.name().to_owned()).collect();
-        let options = LoraOptions { targets: targets.into_iter().collect(), ..options };
+        let options = LoraOptions { targets: target_names(&factors), ..options };
         match factors.is_empty() {
             true => {
                 Err(Error::AdapterTensors { missing: vec![PREFIX.into()], unused: vec![], wrong })

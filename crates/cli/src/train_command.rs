@@ -82,7 +82,8 @@ impl Model {
             (Some(adapter), Some(folder)) => Some(folder.adapter(adapter)?),
             _ => None,
         };
-        let asked = args.lora.options();
+        let mut asked = args.lora.options();
+        asked.targets.sort();
         let lora = adapter.as_ref().map_or(&asked, Adapter::options).clone();
         let other = (asked.rank, asked.alpha) != (lora.rank, lora.alpha);
         let other_targets = !asked.targets.is_empty() && asked.targets != lora.targets;

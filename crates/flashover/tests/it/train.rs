@@ -113,16 +113,16 @@ fn options_that_mean_nothing_are_refused() {
         Err(why) => why.to_string(),
     };
     for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        assert!(refused(options(4, rate)).starts_with("learning rate is "), "{rate}");
+        assert!(refused(options(4, rate)).starts_with("--learning-rate is "), "{rate}");
     }
     let with = |change: fn(&mut AdamWOptions)| refused(adamw(options(4, 1e-3), change));
-    assert!(with(|own| own.weight_decay = -0.1).contains("weight decay is -0.1"));
-    assert!(with(|own| own.max_grad_norm = Some(0.0)).contains("clip is 0"));
+    assert!(with(|own| own.weight_decay = -0.1).contains("--weight-decay is -0.1"));
+    assert!(with(|own| own.max_grad_norm = Some(0.0)).contains("--max-grad-norm is 0"));
     assert!(
-        with(|own| own.beta1 = 1.0).contains("beta1 is 1\nhint: use a number from 0 to below 1")
+        with(|own| own.beta1 = 1.0).contains("--beta1 is 1\nhint: use a number from 0 to below 1")
     );
-    assert!(with(|own| own.beta2 = f64::NAN).contains("beta2 is NaN"));
-    assert!(with(|own| own.eps = 1e-60).contains("eps is 0.0000"));
+    assert!(with(|own| own.beta2 = f64::NAN).contains("--beta2 is NaN"));
+    assert!(with(|own| own.eps = 1e-60).contains("--eps is 0.0000"));
     assert!(refused(options(0, 1e-3)).contains("rank 0"));
     let mut trainer = Trainer::new(engine.clone(), options(4, 1e-3)).expect("valid");
     assert!(matches!(trainer.step(&[]), Err(TrainError::Model(_))));
