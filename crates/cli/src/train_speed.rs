@@ -32,7 +32,7 @@ pub(crate) struct StepArgs {
     /// With --train, activations that the backward pass recomputes [default: nothing; layers for `plan` and with --offload]
     #[arg(long, value_enum, requires = "train")]
     recompute: Option<RecomputeArg>,
-    /// With --train full, optimizer, with the format of its moments
+    /// With --train full, optimizer, with the format of its moments [default: adamw]
     #[arg(long, value_enum, requires = "train")]
     optimizer: Option<OptimizerArg>,
     /// With --train full, no master weights in f32 next to weights in 16 bits

@@ -116,7 +116,7 @@ fn ctrl_c_ends_a_step_between_its_micro_batches() {
         let mut said =
             BufReader::new(child.stderr.take().expect("piped")).lines().map_while(Result::ok);
         let begun = said.find(|line| {
-            line.contains(&format!("; 1 step, batches of 1 example, {accumulate} per step"))
+            line.contains(&format!("; 1 step, batches of 1 example, {accumulate} batches per step"))
         });
         assert!(begun.is_some(), "{accumulate}");
         // After two seconds it handles signals and is within the step.
