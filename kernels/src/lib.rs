@@ -10,6 +10,7 @@ pub mod activation;
 pub mod attention;
 pub mod ceiling;
 pub mod column_sums;
+pub mod conv;
 mod cooperative;
 pub mod cross_entropy;
 mod dequant;

@@ -341,6 +341,8 @@ impl MatmulOps for CubeBackend {
             },
             grouped: spec.groups.is_some(),
             norm: spec.norm.map(|norm| norm.kind),
+            window: None,
+            interleaved: false,
         };
         let device = call.ctx.device(&lhs.device);
         let takes = |d: &arch::Device| Matmul::takes_norm(d.profile(), &problem);
@@ -356,6 +358,7 @@ impl MatmulOps for CubeBackend {
             out: out.handle.clone(),
             norm: parts.norm_buffers(spec.norm),
             epilogue: parts.buffers(),
+            second: None,
             rows: spec.groups.as_ref().map(|groups| u32_buffer(&lhs.client, groups.offsets())),
         };
         let launched = device.and_then(|device| {

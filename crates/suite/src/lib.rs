@@ -21,6 +21,7 @@ pub mod activation;
 pub mod attention;
 pub mod attention_backward;
 pub mod column_sums;
+pub mod conv;
 pub mod cross_entropy;
 pub mod decode;
 pub mod decoder;
@@ -48,6 +49,7 @@ pub use verify::Job;
 /// Every kernel of the project, in the order in which tables list them.
 pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::matmul::Matmul,
+    &kernels::conv::Conv,
     &kernels::attention::Attention,
     &kernels::attention::backward::AttentionBackward,
     &kernels::attention::decode::Decode,

@@ -253,6 +253,7 @@ impl Kernel for Int8Matmul {
                     out: operands.out.clone(),
                     epilogue: operands.epilogue.clone(),
                     rows: None,
+                    second: None,
                     norm: None,
                 };
                 Matmul::launch(queue, &p.dense(), &c.matmul, &operands, None);

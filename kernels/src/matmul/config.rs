@@ -206,6 +206,12 @@ pub(super) fn check(
     if problem.grouped && problem.batch_slices(arch).len() > 1 {
         return Err(lacks(format!("one launch for {} groups", problem.batch())));
     }
+    if problem.window.is_some() && !path.gathers() {
+        return Err(lacks("windows of an image as rows"));
+    }
+    if problem.interleaved && problem.batch_slices(arch).len() > 1 {
+        return Err(lacks(format!("one launch for {} groups", problem.batch())));
+    }
     match problem.norm {
         None => {}
         Some(NormKind::Layer) => {

@@ -34,6 +34,12 @@ pub(crate) struct Dims {
     /// True if there are offsets; repeated for the kernel's hash, see [`Finish`](super::Finish).
     #[cube(comptime)]
     pub(crate) grouped: bool,
+    /// True if batches are neighbouring columns of the result.
+    #[cube(comptime)]
+    pub(crate) interleaved: bool,
+    /// True if rows of lhs are windows of an image; repeated for the hash, too.
+    #[cube(comptime)]
+    pub(crate) windows: bool,
 }
 
 #[cube]
@@ -63,7 +69,7 @@ impl Dims {
 
     /// Returns the columns of batch `batch`.
     pub(crate) fn columns(&self, batch: u32) -> Columns {
-        let first = if comptime!(self.grouped) {
+        let first = if comptime!(self.grouped || self.interleaved) {
             batch as usize * self.n as usize
         } else {
             0usize.runtime()
@@ -91,7 +97,7 @@ impl BatchSlice {
             p.k,
             p.lhs.stride as usize,
             p.rhs.stride as usize,
-            p.n as usize,
+            p.n as usize * if p.interleaved { p.batches.inner as usize } else { 1 },
             (p.lhs.start + self.lhs.0) as usize,
             (p.rhs.start + self.rhs.0) as usize,
             self.out.0 as usize,
@@ -103,6 +109,8 @@ impl BatchSlice {
             part_tiles,
             ComptimeOptionArgs::from(offsets),
             p.grouped,
+            p.interleaved,
+            p.window.is_some(),
         )
     }
 }

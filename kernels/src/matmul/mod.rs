@@ -53,6 +53,7 @@ mod problem;
 pub(crate) mod split_k;
 mod subgroup;
 mod tma;
+mod window;
 mod workgroup;
 
 use arch::{ArchProfile, DType};
@@ -74,6 +75,7 @@ pub use pipelined::PipelinedConfig;
 pub use problem::{Batches, InvalidMatmul, Layout, MatmulProblem, Operand, Precision};
 pub use subgroup::SubgroupConfig;
 pub use tma::TmaConfig;
+pub use window::{Reading, Window};
 pub use workgroup::WorkgroupConfig;
 
 pub(crate) use config::spread;
@@ -82,6 +84,7 @@ pub(crate) use epilogue::{Columns, Finish, FinishLaunch};
 pub(crate) use gemv::MAX_NORMED_ROWS;
 pub(crate) use norm_weight::{NormWeight, NormWeightLaunch, weight_pair};
 pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
+pub(crate) use window::{Gather, GatherLaunch};
 
 use crate::elem::elem;
 use crate::launch::launch;
@@ -111,6 +114,8 @@ pub struct MatmulOperands {
     pub rows: Option<Handle>,
     /// Buffers of the problem's norm.
     pub norm: Option<NormBuffers>,
+    /// Second image of a window, whose channels follow those of lhs.
+    pub second: Option<Handle>,
 }
 
 impl Kernel for Matmul {
@@ -162,6 +167,10 @@ impl Kernel for Matmul {
             ),
             rows: problem.grouped.then(|| queue.upload(u32::as_bytes(&problem.uneven_rows()))),
             norm: NormBuffers::noise(queue, problem.norm, (problem.k, storage), 5 * seed + 7919),
+            second: problem
+                .window
+                .filter(|own| own.channels[1] > 0)
+                .map(|own| make(own.len(problem.images(), 1) as usize, 4)),
         }
     }
 
@@ -239,6 +248,10 @@ impl Kernel for Matmul {
                         problem.k,
                         width_lhs,
                     ),
+                    ComptimeOptionArgs::from(problem.window.as_ref().map(|own| {
+                        let second = operands.second.as_ref();
+                        GatherLaunch::of(own, second, problem.images(), width_lhs)
+                    })),
                     slice.dims(problem, splits, grid.part_tiles, operands.rows.as_ref()),
                     plan,
                     types(problem),

@@ -36,6 +36,7 @@ use super::dims::Dims;
 use super::epilogue::Finish;
 use super::path::{Grid, Path, check_vector};
 use super::problem::{Layout, MatmulProblem};
+use super::window::Gather;
 use crate::fits::shape;
 
 /// Block sizes of the packed GEMM.
@@ -132,6 +133,10 @@ impl Path for PackedConfig {
         Ok(())
     }
 
+    fn gathers(&self) -> bool {
+        true
+    }
+
     fn tile(&self) -> (u32, u32) {
         (self.block_m, self.block_n)
     }
@@ -172,6 +177,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
+    window: &ComptimeOption<Gather<F, NL>>,
     dims: &Dims,
     #[comptime] plan: PackedPlan,
 ) {
@@ -231,8 +237,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             let mut row = 0u32;
             while row < height {
                 row_group::<F, NL, W>(
-                    lhs, &panel, &mut sums, lhs_start, dims, row0, row_end, row, k0, depth, plan,
-                    rows, vectors,
+                    lhs, window, &panel, &mut sums, lhs_start, dims, row0, row_end, row, k0, depth,
+                    plan, rows, vectors,
                 );
                 row += comptime!(rows as u32);
             }
@@ -338,6 +344,7 @@ fn pack_lines<F: Float, N: Size, W: Size>(
 #[expect(clippy::too_many_arguments, reason = "one operand, one panel, one block")]
 fn row_group<F: Float, N: Size, W: Size>(
     lhs: &[Vector<F, N>],
+    window: &ComptimeOption<Gather<F, N>>,
     panel: &Array<Vector<f32, W>>,
     sums: &mut Array<Vector<f32, W>>,
     start: usize,
@@ -370,10 +377,31 @@ fn row_group<F: Float, N: Size, W: Size>(
     if comptime!(!plan.lhs_along_k) {
         step = dims.lhs_stride;
     }
+    let block_k = comptime!(plan.config.block_k as usize);
+    // Windows are gathered first, `[rows, block_k]`.
+    let gathered = comptime!(if dims.windows { rows * block_k } else { 1 });
+    let mut lines = Array::<f32>::new(gathered);
+    #[comptime]
+    match window {
+        ComptimeOption::Some(gather) =>
+        {
+            #[unroll]
+            for r in 0..rows {
+                let line = row0 + row + comptime!(r as u32);
+                let at = comptime!(r * block_k);
+                gather_line::<F, N>(lhs, gather, &mut lines, at, start, line, row_end, k0, depth);
+            }
+        }
+        ComptimeOption::None => {}
+    }
     for kk in 0..depth as usize {
         #[unroll]
         for r in 0..rows {
-            let a = f32::cast_from(lhs[from[r] + kk * step].extract(0usize));
+            let a = if comptime!(dims.windows) {
+                lines[comptime!(r * block_k) + kk]
+            } else {
+                f32::cast_from(lhs[from[r] + kk * step].extract(0usize))
+            };
             #[unroll]
             for j in 0..vectors {
                 let at = comptime!(r * vectors + j);
@@ -387,5 +415,37 @@ fn row_group<F: Float, N: Size, W: Size>(
         for j in 0..vectors {
             sums[(row as usize + r) * vectors + j] = acc[comptime!(r * vectors + j)];
         }
+    }
+}
+
+/// Gathers `depth` elements of a window from depth `k0` on into `lines`, from element `to` on.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "one window, one place")]
+fn gather_line<F: Float, N: Size>(
+    image: &[Vector<F, N>],
+    gather: &Gather<F, N>,
+    lines: &mut Array<f32>,
+    #[comptime] to: usize,
+    start: usize,
+    row: u32,
+    row_end: u32,
+    k0: u32,
+    depth: u32,
+) {
+    let corner = gather.corner(row, row_end);
+    let mut tap = gather.tap(k0);
+    let mut done = 0u32;
+    while done < depth {
+        let pixel = gather.pixel(&corner, &tap);
+        let run = min(gather.channels - tap.channel, depth - done);
+        for i in 0..run {
+            let value = gather.vector(image, start, pixel, tap.channel + i);
+            lines[to + (done + i) as usize] = f32::cast_from(value.extract(0usize));
+        }
+        done += run;
+        let next = gather.after(&tap, run);
+        tap.row = next.row;
+        tap.col = next.col;
+        tap.channel = next.channel;
     }
 }

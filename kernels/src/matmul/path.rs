@@ -61,6 +61,11 @@ pub(crate) trait Path {
         false
     }
 
+    /// Returns true if rows of lhs can be windows of an image.
+    fn gathers(&self) -> bool {
+        false
+    }
+
     /// Returns the geometry of a launch.
     fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid;
 }

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use tune::Cost;
 
 use super::epilogue::Epilogue;
+use super::window::Window;
 use crate::rows::NormKind;
 
 /// Operand and accumulator types. Results have the storage type of the operands unless
@@ -121,6 +122,12 @@ pub struct MatmulProblem {
     /// Norm applied to the rows of lhs, with a weight `[k]`; see [`super::NormWeight`].
     #[serde(default)]
     pub norm: Option<NormKind>,
+    /// Rows of lhs are windows of an image, which has its batch strides alone of the lhs operand.
+    #[serde(default)]
+    pub window: Option<Window>,
+    /// Batches are neighbouring columns of one result `[m, batch · n]`, as are the groups of a convolution.
+    #[serde(default)]
+    pub interleaved: bool,
 }
 
 /// Reason why a matmul problem is invalid.
@@ -128,6 +135,8 @@ pub struct MatmulProblem {
 pub enum InvalidMatmul {
     #[error("expected {axis} of at least 1, got 0\nhint: skip an empty matmul")]
     Empty { axis: &'static str },
+    #[error("expected {axis} below 2^32, got {size}\nhint: use fewer images at once")]
+    Large { axis: &'static str, size: u64 },
     #[error(
         "expected {operand} with a stride of at least its contiguous axis, got stride {stride} \
          for an axis of {axis} elements\nhint: pass rows that do not overlap; use batch stride 0 \
@@ -176,8 +185,34 @@ impl MatmulProblem {
             epilogue: Epilogue::default(),
             grouped: false,
             norm: None,
+            window: None,
+            interleaved: false,
         }
         .checked()
+    }
+
+    /// Problem of a convolution with `filters` filters in `groups` groups over `images` images.
+    ///
+    /// # Shapes
+    /// lhs: `[images, height, width, pitch]`   rhs: `[filters, rows, cols, channels]`   out: `[images, down, across, filters]`
+    ///
+    /// # Errors
+    /// A size is 0, or the windows of all images are more than 2³².
+    pub fn windows(
+        images: u32,
+        window: Window,
+        [filters, groups]: [u32; 2],
+        precision: Precision,
+    ) -> Result<Self, InvalidMatmul> {
+        let m = u64::from(images) * u64::from(window.output[0]) * u64::from(window.output[1]);
+        let k = u64::from(window.taps[0]) * u64::from(window.taps[1]) * u64::from(window.depth());
+        let narrow =
+            |axis, size| u32::try_from(size).map_err(|_| InvalidMatmul::Large { axis, size });
+        let sizes = [narrow("m", m)?, filters / groups.max(1), narrow("k", k)?];
+        let dense = Self::dense(groups, sizes, [Layout::Row, Layout::Col], precision)?;
+        let lhs = (0, u64::from(window.channels[0]));
+        let batches = Batches { lhs, ..dense.batches };
+        Self { batches, window: Some(window), interleaved: groups > 1, ..dense }.checked()
     }
 
     /// Problem of `groups` matmuls that share n and k: rows `offsets[g]` to `offsets[g + 1]` of lhs
@@ -249,7 +284,7 @@ impl MatmulProblem {
 
     /// Number of elements of the bias.
     pub fn bias_len(&self) -> usize {
-        let groups = if self.grouped { self.batch() } else { 1 };
+        let groups = if self.grouped || self.interleaved { self.batch() } else { 1 };
         (groups * u64::from(self.n)) as usize
     }
 
@@ -261,6 +296,11 @@ impl MatmulProblem {
         if self.rhs.layout == Layout::Row { self.n } else { self.k }
     }
 
+    /// Returns the images of a convolution; 0 without a window.
+    pub(crate) fn images(&self) -> u32 {
+        self.window.map_or(0, |window| self.m / (window.output[0] * window.output[1]))
+    }
+
     /// Minimum number of elements in the buffers of lhs, rhs and out.
     pub fn extents(&self) -> [usize; 3] {
         let Batches { outer, inner, lhs, rhs } = self.batches;
@@ -269,8 +309,12 @@ impl MatmulProblem {
             let (lines, line) = if op.layout == Layout::Row { (rows, cols) } else { (cols, rows) };
             op.start + u64::from(lines - 1) * op.stride + u64::from(line)
         };
+        let image = match &self.window {
+            Some(window) => window.len(self.images(), 0),
+            None => last(lhs) + matrix(self.lhs, self.m, self.k),
+        };
         [
-            (last(lhs) + matrix(self.lhs, self.m, self.k)) as usize,
+            image as usize,
             (last(rhs) + matrix(self.rhs, self.k, self.n)) as usize,
             (self.results() * u64::from(self.m) * u64::from(self.n)) as usize,
         ]
@@ -291,15 +335,21 @@ impl MatmulProblem {
         let line = |op: Operand, along_k: bool| if along_k { depth } else { op.stride };
         let (l, r) = (self.lhs, self.rhs);
         let whole = self.extents();
+        let image = self.window.map(|window| {
+            let Window { channels: [first, second], pitch, .. } = window;
+            widest(&[first, second, pitch[0], pitch[1]].map(u64::from))
+        });
         [
-            widest(&[
-                l.stride,
-                l.start,
-                lhs.0,
-                lhs.1,
-                line(l, l.layout == Layout::Row),
-                whole[0] as u64,
-            ]),
+            image.unwrap_or_else(|| {
+                widest(&[
+                    l.stride,
+                    l.start,
+                    lhs.0,
+                    lhs.1,
+                    line(l, l.layout == Layout::Row),
+                    whole[0] as u64,
+                ])
+            }),
             widest(&[
                 r.stride,
                 r.start,
@@ -338,9 +388,11 @@ impl MatmulProblem {
             u64::from(if o == 0 { 1 } else { outer }) * u64::from(if i == 0 { 1 } else { inner })
         };
         let Epilogue { bias, pre_activation, gate, residual, .. } = self.epilogue;
-        let operands = distinct(lhs) * m * k
-            + distinct(rhs) * k * n
-            + if bias { self.bias_len() as u64 } else { 0 };
+        let left = match &self.window {
+            Some(window) => window.len(self.images(), 0) + window.len(self.images(), 1),
+            None => distinct(lhs) * m * k,
+        };
+        let operands = left + distinct(rhs) * k * n + if bias { self.bias_len() as u64 } else { 0 };
         let more = [pre_activation, gate, residual].map(u64::from);
         let results = self.results() * m * n * (1 + more.iter().sum::<u64>());
         Cost {
@@ -374,7 +426,7 @@ impl MatmulProblem {
             if self.norm.is_some() { " norm" } else { "" },
             if self.epilogue.pre_activation { " pre_activation" } else { "" },
             if self.epilogue.slope.is_some() { " slope" } else { "" },
-        )
+        ) + &self.window.map_or(String::new(), |window| window.bucket())
     }
 
     /// Splits the batches into launches. A single launch suffices if each operand has one batch
@@ -392,7 +444,11 @@ impl MatmulProblem {
         } else {
             (outer, inner, lhs, rhs)
         };
-        let out = if self.grouped { 0 } else { u64::from(self.m) * u64::from(self.n) };
+        let out = match (self.grouped, self.interleaved) {
+            (true, _) => 0,
+            (_, true) => u64::from(self.n),
+            _ => u64::from(self.m) * u64::from(self.n),
+        };
         let mut slices = Vec::new();
         for o in 0..u64::from(outer) {
             let mut done = 0;

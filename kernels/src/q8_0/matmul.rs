@@ -289,7 +289,15 @@ impl Kernel for Q8_0Matmul {
                 Q8_0Dequantize::launch(queue, &p.dequantized(), &c.dequantize, &decoded, None);
                 let (lhs, out) = (x.clone(), out.clone());
                 let epilogue = epilogue.clone();
-                let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
+                let operands = MatmulOperands {
+                    lhs,
+                    rhs,
+                    out,
+                    epilogue,
+                    rows: None,
+                    norm: None,
+                    second: None,
+                };
                 Matmul::launch(queue, &dense, &c.matmul, &operands, None);
             }
         }

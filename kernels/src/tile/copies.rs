@@ -99,6 +99,11 @@ impl CopyPlan {
         self.units % self.per_row() == 0 && (whole || part)
     }
 
+    /// Returns whether all copies of a unit are in the same columns.
+    pub(crate) const fn stays_in_column(self) -> bool {
+        self.units % self.per_row() == 0
+    }
+
     /// Returns the XOR of bytes that the swizzle adds `down` rows below a unit's first copy.
     const fn swizzle_xor(self, down: u32) -> u32 {
         let (shift, mask, up) = self.shape.swizzle();
@@ -110,7 +115,7 @@ impl CopyPlan {
         self.shape.len() / self.width % self.units == 0
     }
 
-    const fn copies(self) -> usize {
+    pub(crate) const fn copies(self) -> usize {
         self.shape.len() / self.width / self.units
     }
 
@@ -155,11 +160,7 @@ impl CopyLane {
             if comptime!(plan.even()) {
                 let down = comptime!((i * plan.pass()) as u32);
                 let inside = self.row + down < rows_left && self.col < cols_left;
-                let far = comptime!(down * plan.shape.row_bytes());
-                // The XOR stays within 128 bytes, the alignment of tiles.
-                let xor = comptime!(plan.swizzle_xor(down));
-                let to = if comptime!(xor == 0) { to + self.to } else { (to + self.to) ^ xor };
-                copy_vector(from + comptime!(down as u64) * line, to, far, inside, plan);
+                self.copy_one(i, from + comptime!(down as u64) * line, to, inside, plan);
             } else {
                 let per_row = comptime!(plan.per_row() as u32);
                 let at = self.unit + comptime!((i * plan.units) as u32);
@@ -169,6 +170,34 @@ impl CopyLane {
                 let from = from + u64::cast_from(row) * line + bytes;
                 copy_vector(from, to + offset_in_tile(row, col, plan.shape), 0u32, inside, plan);
             }
+        }
+    }
+
+    /// Returns the column of this unit's copies, and the row of the `i`th.
+    pub(crate) fn place(&self, #[comptime] i: usize, #[comptime] plan: CopyPlan) -> (u32, u32) {
+        (self.col, self.row + comptime!((i * plan.pass()) as u32))
+    }
+
+    /// Copies the vector at `from` to the place of this unit's `i`th copy in the tile at `to`; zeros unless it is `inside`. All
+    /// copies of the unit must be in the same columns.
+    pub(crate) fn copy_one(
+        &self,
+        #[comptime] i: usize,
+        from: u64,
+        to: u32,
+        inside: bool,
+        #[comptime] plan: CopyPlan,
+    ) {
+        let down = comptime!((i * plan.pass()) as u32);
+        if comptime!(plan.even()) {
+            let far = comptime!(down * plan.shape.row_bytes());
+            // The XOR stays within 128 bytes, the alignment of tiles.
+            let xor = comptime!(plan.swizzle_xor(down));
+            let to = if comptime!(xor == 0) { to + self.to } else { (to + self.to) ^ xor };
+            copy_vector(from, to, far, inside, plan);
+        } else {
+            let to = to + offset_in_tile(self.row + down, self.col, plan.shape);
+            copy_vector(from, to, 0u32, inside, plan);
         }
     }
 }

@@ -67,6 +67,7 @@ impl Product {
             norm: None,
             epilogue: buffers,
             rows: None,
+            second: None,
         };
         ctx.run::<Matmul>(&self.lhs, &problem, &operands)
     }

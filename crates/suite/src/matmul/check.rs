@@ -143,6 +143,7 @@ pub(super) fn verify(
             gate: part(&host.gate, result),
             residual: part(&host.residual, result),
         },
+        second: None,
         rows: host.offsets.as_ref().map(|offsets| {
             let bytes: Vec<u8> = offsets.iter().flat_map(|o| o.to_le_bytes()).collect();
             upload(&bytes)
@@ -213,6 +214,7 @@ fn check_far(
         epilogue: EpilogueBuffers::default(),
         rows: None,
         norm: None,
+        second: None,
     };
     if !far {
         launch_twice::<Matmul>(device, problem, config, &operands, &[&operands.out])?;
@@ -362,7 +364,7 @@ pub(crate) fn row_norm<'a>(
     weight.map(|weight| reference::RowNorm { norm, weight })
 }
 
-const fn reference_dtype(precision: Precision) -> reference::DType {
+pub(crate) const fn reference_dtype(precision: Precision) -> reference::DType {
     match precision {
         Precision::F32 => reference::DType::F32,
         Precision::Tf32 => reference::DType::Tf32,

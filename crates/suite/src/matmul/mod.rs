@@ -12,7 +12,9 @@ use models::{Fusion, shapes};
 use serde_json::{Value, json};
 use tune::Kernel;
 
-pub(crate) use self::check::{EPS, reference_activation, reference_of, result_dtype, row_norm};
+pub(crate) use self::check::{
+    EPS, reference_activation, reference_dtype, reference_of, result_dtype, row_norm,
+};
 pub use self::check::{EdgeCase, Inputs, Shares};
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, FAR, Verdict};

@@ -6,6 +6,7 @@ use super::tile::{FmaOperand, GROUP, Source, offset_of};
 use super::{FmaConfig, FmaPlan, Path, ring};
 use crate::matmul::dims::{Dims, own_block};
 use crate::matmul::epilogue::Finish;
+use crate::matmul::window::Gather;
 
 #[cube]
 pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
@@ -13,6 +14,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
+    window: &ComptimeOption<Gather<F, NL>>,
     dims: &Dims,
     #[comptime] plan: FmaPlan,
 ) {
@@ -73,7 +75,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         );
     } else {
         accumulate::<F, NL, NR>(
-            lhs, rhs, &from_lhs, &from_rhs, &mut acc, unit, unit_m, unit_n, plan,
+            lhs, rhs, window, &from_lhs, &from_rhs, &mut acc, unit, unit_m, unit_n, plan,
         );
     }
 
@@ -110,6 +112,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
 fn accumulate<F: Float, NL: Size, NR: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
+    window: &ComptimeOption<Gather<F, NL>>,
     from_lhs: &Source,
     from_rhs: &Source,
     acc: &mut Array<f32>,
@@ -129,7 +132,8 @@ fn accumulate<F: Float, NL: Size, NR: Size>(
         16usize,
     );
     let tiles = from_lhs.k_end.div_ceil(config.tile_k);
-    let mut next_lhs = fetch::<F, NL>(lhs, from_lhs, 0u32.runtime(), unit, plan.lhs, config);
+    let first = 0u32.runtime();
+    let mut next_lhs = fetch_left::<F, NL>(lhs, window, from_lhs, first, unit, plan.lhs, config);
     let mut next_rhs = fetch::<F, NR>(rhs, from_rhs, 0u32.runtime(), unit, plan.rhs, config);
     for tile in 0..tiles {
         put::<F, NL>(&mut shared_lhs, &next_lhs, unit, plan.lhs, config);
@@ -137,7 +141,7 @@ fn accumulate<F: Float, NL: Size, NR: Size>(
         sync_cube();
         if tile + 1 < tiles {
             let k0 = (tile + 1) * config.tile_k;
-            next_lhs = fetch::<F, NL>(lhs, from_lhs, k0, unit, plan.lhs, config);
+            next_lhs = fetch_left::<F, NL>(lhs, window, from_lhs, k0, unit, plan.lhs, config);
             next_rhs = fetch::<F, NR>(rhs, from_rhs, k0, unit, plan.rhs, config);
         }
         multiply_tile::<F, NL, NR>(&shared_lhs, &shared_rhs, acc, unit_m, unit_n, plan);
@@ -265,6 +269,38 @@ fn fetch<F: Float, N: Size>(
         out[comptime!(i as usize)] = value;
     }
     out
+}
+
+/// Loads this unit's vectors of a tile of lhs, whose rows may be windows of an image.
+#[cube]
+fn fetch_left<F: Float, N: Size>(
+    src: &[Vector<F, N>],
+    window: &ComptimeOption<Gather<F, N>>,
+    from: &Source,
+    k0: u32,
+    unit: u32,
+    #[comptime] operand: FmaOperand,
+    #[comptime] config: FmaConfig,
+) -> Array<Vector<F, N>> {
+    #[comptime]
+    match window {
+        ComptimeOption::Some(gather) => {
+            let width = N::value();
+            let vectors = comptime!((operand.tile.len() / width) as u32);
+            let mut out =
+                Array::<Vector<F, N>>::new(comptime!((vectors / config.units()) as usize));
+            #[unroll]
+            for i in 0..comptime!(vectors / config.units()) {
+                let (outer, k) = vector_at::<N>(unit + comptime!(i * config.units()), operand);
+                let corner = gather.corner(from.outer + outer, from.outer_end);
+                let tap = gather.tap(k0 + k);
+                let pixel = gather.pixel(&corner, &tap);
+                out[comptime!(i as usize)] = gather.vector(src, from.start, pixel, tap.channel);
+            }
+            out
+        }
+        ComptimeOption::None => fetch::<F, N>(src, from, k0, unit, operand, config),
+    }
 }
 
 /// Stores the vectors from [`fetch`] into the tile.

@@ -108,7 +108,8 @@ pub(super) const CONFIGS: [FmaConfig; 9] = [
 
 impl Path for FmaConfig {
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
-        let ring = arch.async_copy && problem.precision.storage().size() == 4;
+        let dense = problem.window.is_none();
+        let ring = arch.async_copy && problem.precision.storage().size() == 4 && dense;
         let stages = if ring { 3 } else { 1 };
         CONFIGS.iter().map(|c| Self { stages, ..*c }).collect()
     }
@@ -164,6 +165,10 @@ impl Path for FmaConfig {
             ));
         }
         limits(arch, self.units(), self.shared_bytes(problem.precision.storage().size()))
+    }
+
+    fn gathers(&self) -> bool {
+        self.stages == 1
     }
 
     fn tile(&self) -> (u32, u32) {

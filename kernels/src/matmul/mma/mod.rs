@@ -53,6 +53,7 @@ mod fragments;
 mod mainloop;
 mod source;
 mod store;
+mod window_feed;
 mod work;
 
 use arch::{ArchProfile, DType};
@@ -69,6 +70,7 @@ pub(crate) use feed::{CopyFeed, Feed, FeedExpand, Maps, MapsLaunch};
 pub(crate) use mainloop::{multiply, multiply_dense};
 pub(crate) use source::{RightOperand, RightOperandExpand};
 pub(crate) use store::store_quad;
+pub(crate) use window_feed::WindowFeed;
 pub(crate) use work::{Item, Work};
 
 /// Tile sizes of the tensor-core path.
@@ -149,7 +151,7 @@ impl MmaConfig {
     /// Returns the config, and with the splits that fill idle processors once and twice.
     pub(super) fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
         let mut parts = vec![1];
-        if !problem.grouped {
+        if !problem.grouped && !problem.interleaved {
             let blocks = problem.blocks((self.tile_m, self.tile_n));
             let room = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
             let tiles = problem.k.div_ceil(self.tile_k);
@@ -217,7 +219,7 @@ impl MmaConfig {
             let why = "split-k supports one launch only";
             return Err(shape("parts", self.parts, why));
         }
-        if self.parts > 1 && problem.grouped {
+        if self.parts > 1 && (problem.grouped || problem.interleaved) {
             return Err(shape("parts", self.parts, "a grouped matmul does not support split-k"));
         }
         let tiles_k = problem.k.div_ceil(self.tile_k);
@@ -259,9 +261,10 @@ impl MmaConfig {
         let [width_lhs, width_rhs, _] = problem.widest();
         let (units, exact) = (self.units() as usize, problem.divides(self.tile(), self.tile_k));
         let copies = |shape, width| CopyPlan { shape, width, units, exact };
+        let inside = exact && problem.window.is_none();
         MmaPlan {
             config: Self { parts: 1, ..*self },
-            lhs: copies(lhs, width_lhs),
+            lhs: CopyPlan { exact: inside, ..copies(lhs, width_lhs) },
             rhs: copies(rhs, width_rhs),
             inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
             fixed_stages: false,
@@ -324,7 +327,19 @@ impl Path for MmaConfig {
     }
 
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
-        self.check_tiles(arch, problem, self.tiles(problem))
+        self.check_tiles(arch, problem, self.tiles(problem))?;
+        let Some(window) = &problem.window else { return Ok(()) };
+        if !window.packs() {
+            return Err(lacks("positions of this image in 16 bits"));
+        }
+        match self.plan(arch, problem).lhs.stays_in_column() {
+            true => Ok(()),
+            false => Err(shape("planes_m", self.planes_m, "a unit copies different channels")),
+        }
+    }
+
+    fn gathers(&self) -> bool {
+        true
     }
 
     fn tile(&self) -> (u32, u32) {

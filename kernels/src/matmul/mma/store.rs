@@ -65,7 +65,7 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
         #[unroll]
         for i in 0..rows {
             let row = row + comptime!(8 * (block * rows + i) as u32) + lane / 4;
-            let line = start + row as usize * dims.n as usize;
+            let line = start + row as usize * dims.out_stride;
             #[unroll]
             for quad in 0..quads {
                 let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
@@ -78,7 +78,7 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
         for i in 0..rows {
             let own = comptime!(block * rows + i);
             let row = row + comptime!(8 * own as u32) + lane / 4;
-            let line = start + row as usize * dims.n as usize;
+            let line = start + row as usize * dims.out_stride;
             if comptime!(exact) || row < item.row_end {
                 #[unroll]
                 for quad in 0..quads {
@@ -121,7 +121,7 @@ fn store_pairs<F: Float, E: Float, A: Accumulators, NO: Size>(
     #[unroll]
     for i in 0..comptime!(wm as usize / 8) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
-        let line = start + row as usize * dims.n as usize;
+        let line = start + row as usize * dims.out_stride;
         if comptime!(exact) || row < item.row_end {
             #[unroll]
             for j in 0..frags_n {

@@ -362,7 +362,8 @@ fn launch_dense(
     let sums = (places.end > places.sums).then(|| scratch.clone().offset_start(places.sums));
     let multiply = |problem: MatmulProblem, rhs: Handle, out: &Handle, epilogue| {
         let (lhs, out) = (operands.x.clone(), out.clone());
-        let operands = MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None };
+        let operands =
+            MatmulOperands { lhs, rhs, out, epilogue, rows: None, norm: None, second: None };
         Matmul::launch(queue, &problem, &c.matmul, &operands, sums.as_ref());
     };
     let mut epilogue = operands.epilogue.clone();
