@@ -385,6 +385,26 @@ def activation_backward(case, dtype):
     return run
 
 
+def conv(case, dtype):
+    """Returns a convolution with channels last, by the fastest algorithm of cuDNN."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = case["dtype"] == "tf32"
+    (top, bottom), (left, right) = case["padding"]
+    if top != bottom or left != right or top < 0 or left < 0:
+        raise ValueError("cuDNN pads both sides alike")
+    last = dict(device="cuda", dtype=dtype, memory_format=torch.channels_last)
+    shape = (case["batch"], case["channels"], *case["image"])
+    weight = (case["filters"], case["channels"] // case["groups"], *case["taps"])
+    made = [(torch.empty(shape, **last).normal_(), torch.empty(weight, **last).normal_()) for _ in range(case["sets"])]
+    turns = itertools.cycle(made)
+
+    def run():
+        x, w = next(turns)
+        torch.nn.functional.conv2d(x, w, None, case["stride"], (top, left), case["dilation"], case["groups"])
+
+    return run
+
+
 def embed_backward(case, dtype):
     """Returns the gradient of an embedding table."""
     rows, hidden, vocab = case["rows"], case["hidden"], case["vocab"]
@@ -403,6 +423,7 @@ def embed_backward(case, dtype):
 
 OPS = {
     "activate": activate,
+    "conv": conv,
     "activation_backward": activation_backward,
     "embed_backward": embed_backward,
     "norm_backward": norm_backward,

@@ -3,14 +3,15 @@
 use arch::{Backend, Device};
 use cubecl::server::Handle;
 use kernels::conv::{Conv, ConvConfig, ConvOperands, ConvProblem};
-use kernels::matmul::{Activation, Epilogue, EpilogueBuffers, Precision, Reading};
+use kernels::matmul::{Activation, Epilogue, EpilogueBuffers, Matmul, Precision, Reading};
 use reference::{Distribution, fill};
 use serde_json::{Value, json};
-use tune::Kernel;
+use tune::timing::{self, Effort, TimingError};
+use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, fnv1a, launch_twice, padded, read, unwritten, weights};
-use crate::kernel::{KernelSuite, Params, params};
+use crate::kernel::{KernelSuite, Params, Peers, params};
 use crate::matmul::{all_parts, reference_activation, reference_dtype};
 
 /// A convolution to verify, on normal inputs.
@@ -280,7 +281,8 @@ impl KernelSuite for Conv {
                         (16, [2560, 1280]),
                         (8, [1280, 1280]),
                     ] {
-                        cases.push(case(batch, size, channels, 3, Precision::F16));
+                        let own = case(batch, size, channels, 3, Precision::F16);
+                        cases.push(BenchCase { peers: true, ..own });
                     }
                 }
                 cases.push(case(1, 64, [4, 320], 3, Precision::F16));
@@ -301,6 +303,32 @@ impl KernelSuite for Conv {
                 cases
             }
         }
+    }
+
+    /// Our matmul with the same m, n, k and epilogue.
+    fn peers(device: &Device, p: &ConvProblem, sets: usize) -> Peers {
+        let product = p.matrix();
+        let operands: Vec<_> = (0..sets as u64)
+            .map(|set| Matmul::operands(&Queue::Device(device), &product, set))
+            .collect();
+        let time = |config: &_, effort| {
+            let scratch = Matmul::scratch(device, &product, config);
+            timing::measure(device, effort, |i| {
+                let own = &operands[i % operands.len()];
+                Matmul::launch(&Queue::Device(device), &product, config, own, scratch.as_ref());
+            })
+        };
+        let candidates = Matmul::candidates(device.profile(), &product);
+        let quick = Effort::tune(device.backend());
+        let timed = candidates
+            .iter()
+            .filter_map(|config| Some((time(config, quick).ok()?.median_ns(), config)));
+        let best = timed.min_by(|a, b| a.0.total_cmp(&b.0));
+        let none = || TimingError::Failed("no config runs".to_owned());
+        let outcome = best
+            .ok_or_else(none)
+            .and_then(|(_, config)| time(config, Effort::report(device.backend())));
+        vec![("matmul", outcome)]
     }
 
     fn torch(p: &ConvProblem) -> Option<Value> {

@@ -233,6 +233,18 @@ impl ConvProblem {
         Ok(MatmulProblem { out: self.out, epilogue: self.epilogue, ..problem })
     }
 
+    /// Returns the matmul of equal sizes over a matrix of the windows, which a convolution never makes.
+    ///
+    /// # Panics
+    /// Panics for a problem that is not checked.
+    pub fn matrix(&self) -> MatmulProblem {
+        let MatmulProblem { m, n, k, .. } = self.product().expect("a checked problem");
+        let layouts = [Layout::Row, Layout::Col];
+        let dense = MatmulProblem::dense(self.groups, [m, n, k], layouts, self.precision);
+        let dense = dense.expect("sizes of a product");
+        MatmulProblem { out: self.out, epilogue: self.epilogue, ..dense }
+    }
+
     pub fn cost(&self) -> Cost {
         let [x, second, filters, out] = self.lens();
         let depth = filters / u64::from(self.filters);
