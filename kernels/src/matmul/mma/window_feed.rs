@@ -162,6 +162,8 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
     fn take_next(&self, gather: &Gather<G, NG>, #[comptime] plan: MmaPlan) {
         let next = &self.next;
         if self.tiles.read() == 0 && next.tiles.read() > 0 {
+            // Keeps the branch: the compiler would predicate its divisions, and issue them for every tile.
+            sync_plane();
             #[unroll]
             for i in 0..comptime!(plan.lhs.copies()) {
                 let (_, down) = self.lhs.place(i, plan.lhs);
