@@ -122,8 +122,7 @@ pub enum Error {
     },
     /// More tokens than the context length of the model.
     #[error(
-        "expected at most {max_seq} tokens, got {need}\nhint: use a shorter prompt or fewer new \
-         tokens, or raise the context (--max-context)"
+        "expected at most {max_seq} tokens, got {need}\nhint: use fewer tokens, or raise the context (--max-context)"
     )]
     Context {
         /// Number of tokens requested.

@@ -309,6 +309,20 @@ impl Adapter {
         config: &DecoderConfig,
         model: &str,
     ) -> Result<(), Error> {
+        self.stage(folder, config, model)?;
+        Ok(folder.publish()?)
+    }
+
+    /// Writes the files into a staging folder, as [`Adapter::write`] does, and returns that of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Write`], [`Error::Checkpoint`].
+    pub fn stage(
+        &self,
+        folder: &Staged,
+        config: &DecoderConfig,
+        model: &str,
+    ) -> Result<PathBuf, Error> {
         let LoraOptions { rank, .. } = self.options;
         let mut tensors = Vec::new();
         for factor in &self.factors {
@@ -326,10 +340,10 @@ impl Adapter {
         let [path, weights] = Self::files(folder.path());
         let text = format!("{:#}\n", self.config_json(config, model));
         fs::write(&path, text).map_err(|why| Error::Write { path, why })?;
-        let mut writer = Writer::create(weights, plans.collect::<Vec<_>>())?;
+        let mut writer = Writer::create(weights.clone(), plans.collect::<Vec<_>>())?;
         writer.write_all(&tensors)?;
         writer.finish()?;
-        Ok(folder.publish()?)
+        Ok(weights)
     }
 
     /// Returns the last names of the modules, or their full names if other modules share the last names.

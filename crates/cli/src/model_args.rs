@@ -471,7 +471,9 @@ impl SubjectArgs {
         match (&self.model, &self.shape) {
             (Some(model), _) => Ok(Subject::Folder(self.hub.model(model)?)),
             (None, Some(shape)) => Ok(Subject::Shape(shape)),
-            (None, None) => bail!("no model is named\nhint: add --model, or --shape"),
+            (None, None) => {
+                bail!("no model is named\nhint: add --model, or for new weights --shape")
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use anyhow::bail;
 use flashover::memory::{Plan, PlanError, Preset, Workload};
 use flashover::train::{Recompute, Training, Trains};
-use flashover::{EngineOptions, LoadError};
+use flashover::{EngineOptions, KvFormat, LoadError};
 
 use crate::model_args::{SubjectArgs, choice};
 use crate::train_args::{LoraArgs, USUAL_TO_TRAIN};
@@ -43,6 +43,12 @@ const USUAL: usize = 2048;
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.steps.train.is_none() && args.lora.are_given() {
         bail!("--lora options need a plan for training\nhint: add --train lora");
+    }
+    if args.lora.are_given() && matches!(args.steps.train, Some(Train::Full)) {
+        bail!("--lora options are of --train lora\nhint: leave them out, or use --train lora");
+    }
+    if args.steps.train.is_some() && args.of.load.options().kv != KvFormat::Float {
+        bail!("training has no KV cache\nhint: leave out --kv-cache");
     }
     // A recorded profile needs no device.
     let profile = match args.of.load.described()? {

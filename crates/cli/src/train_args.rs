@@ -31,7 +31,8 @@ pub(crate) struct Args {
     /// Also save after every N steps, with the state that --resume needs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) save_every: Option<u32>,
-    /// Keep the last N checkpoints, each in OUTPUT/step-NNNNNN. Needs --save-every
+    /// Keep the last N checkpoints of --save-every, each in OUTPUT/step-NNNNNN; older folders are removed with all that is in
+    /// them. The last step is saved in OUTPUT itself
     #[arg(long, value_name = "N", requires = "save_every", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) keep: Option<u32>,
     /// Continue the run that --save-every saved in a folder, with the same options; with --full, --model may be left out
@@ -156,7 +157,7 @@ pub(crate) enum OptimizerArg {
     AdamwBf16,
     /// AdamW with moments in 8 bits, as in bitsandbytes
     Adamw8,
-    /// Muon for the matrices of layers, AdamW for the rest; with --full
+    /// Muon for the matrices of layers, AdamW for the rest; not for an adapter
     Muon,
 }
 
@@ -253,6 +254,10 @@ impl OptimizerArgs {
             seed: (training.seed ^ training.seed >> 32) as u32,
         };
         Ok((schedule, optimizer))
+    }
+
+    pub(crate) const fn warmup(&self) -> usize {
+        self.warmup as usize
     }
 
     pub(crate) fn decay_steps(&self) -> usize {

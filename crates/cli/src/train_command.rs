@@ -17,14 +17,17 @@ use serde_json::{Value, json};
 use tune::timing::Stopwatch;
 
 use crate::interrupt::{self, Stopped};
-use crate::model_args::{Subject, Tracing, all_spared, loaded};
+use crate::model_args::{Subject, Tracing, loaded};
 pub(crate) use crate::train_args::Args;
 use crate::train_log::{Log, Progress};
 use crate::train_saves::{
-    check_output, keep_last, rescue, resumes_in_place, saved_run, saves_at_once,
+    check_output, check_outputs, keep_last, rescue, resumes_in_place, saved_run, saves_at_once,
 };
 use crate::train_sizes::{Sizes, context, recompute, sizes};
 use crate::train_speed::offloaded;
+
+/// Start of the name of weights that are no file's.
+const NEW_WEIGHTS: &str = "new weights of ";
 
 /// Model to train.
 pub(crate) struct Model {
@@ -51,7 +54,7 @@ impl Model {
         // Sizes are chosen with the least memory.
         let recompute = args.training.recompute.map_or(Recompute::Layers, Recompute::from);
         let load = &args.of.load;
-        let scratch = |shape: &str| Value::from(format!("new weights of {shape}"));
+        let scratch = |shape: &str| Value::from(format!("{NEW_WEIGHTS}{shape}"));
         let (folder, origin) = match (saved, args.resume.as_deref().filter(|_| full)) {
             (Some(saved), Some(resume)) => {
                 let same = |own: &Path| own.canonicalize().ok() == resume.canonicalize().ok();
@@ -87,7 +90,7 @@ impl Model {
         let lora = adapter.as_ref().map_or(&asked, Adapter::options).clone();
         let other = (asked.rank, asked.alpha) != (lora.rank, lora.alpha);
         let other_targets = !asked.targets.is_empty() && asked.targets != lora.targets;
-        if args.lora.are_given() && (other || other_targets) {
+        if adapter.is_some() && args.lora.are_given() && (other || other_targets) {
             let LoraOptions { rank, alpha, targets, .. } = lora;
             bail!(
                 "the saved adapter has rank {rank}, alpha {alpha} and targets {}\nhint: leave out --lora-*, or start a new \
@@ -238,7 +241,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("training has no KV cache\nhint: leave out --kv-cache");
     }
     if args.training.from_scratch && args.of.shape().is_none() {
-        bail!("--from-scratch makes new weights\nhint: use --shape instead of --model");
+        bail!("--from-scratch makes new weights\nhint: name a --shape, and no --model");
     }
     if args.training.full && load.quant.is_some() {
         bail!(
@@ -247,17 +250,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let outputs = Outputs::new(args)?;
     let saved = saved_run(args)?;
+    let new =
+        saved.as_ref().and_then(|saved| saved.run["model"].as_str()?.strip_prefix(NEW_WEIGHTS));
+    if let Some(shape) = new.filter(|_| !args.training.from_scratch) {
+        bail!("the run began with new weights\nhint: add --full --from-scratch --shape {shape}");
+    }
     let mut model = Model::open(args, saved.as_ref())?;
     model.check(args)?;
     let output = &args.output;
     let what = if args.training.full { "model" } else { "adapter" };
-    let examples = [Some(&args.data), args.held_out.as_ref()].into_iter().flatten().cloned();
-    let read: Vec<PathBuf> = model.files().into_iter().chain(examples).collect();
-    let continued = args.adapter.iter().chain(&args.resume).flat_map(Adapter::files);
-    for file in outputs.all() {
-        let written = Adapter::files(output);
-        all_spared(read.iter().cloned().chain(continued.clone()).chain(written), file)?;
-    }
+    check_outputs(args, model.folder.as_ref(), outputs.all())?;
     let real = output.canonicalize().ok();
     let same = |own: &PathBuf| real.is_some() && own.canonicalize().ok() == real;
     let resumes = resumes_in_place(args);
@@ -266,13 +268,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         bail!("{} is the model's own folder\nhint: choose another --output", output.display());
     }
     let context = context(args, &model)?;
-    if !args.overwrite && !resumes && !args.adapter.as_ref().is_some_and(same) {
-        check_output(args, model.folder.as_ref())?;
+    if !args.overwrite && !args.adapter.as_ref().is_some_and(same) {
+        check_output(args, model.folder.as_ref(), saved.as_ref())?;
     }
     let device = args.of.load.open()?;
     let data = model.data(args, &args.data, context)?;
     let held_out = args.held_out.as_ref();
     let held_out = held_out.map(|file| model.data(args, file, context)).transpose()?;
+    check_data(&data, held_out.as_ref())?;
     let longest = held_out.iter().map(Dataset::longest).fold(data.longest(), usize::max).max(1);
     let (load, sizes) = sizes(args, &model, &device, &data, ([longest, context], saved.as_ref()))?;
     let Sizes { batch, accumulate, steps, .. } = sizes;
@@ -296,13 +299,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let state = args.save_every.is_some() || args.resume.is_some();
     let need = saves_at_once(args).saturating_mul(plan.save_bytes(state));
     if let Some(free) = command::free_disk(output).filter(|free| *free < need) {
-        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
         bail!(
-            "saves take {:.1} GiB in {}, but {:.1} GiB are free there\nhint: free some space, choose another --output, or a \
-             smaller --keep",
-            gib(need),
+            "saves take {} MiB in {}, but {} MiB are free there\nhint: free some space, or choose another --output{}",
+            mib(need),
             output.display(),
-            gib(free)
+            mib(free),
+            if args.keep.is_some() { " or a smaller --keep" } else { "" }
         );
     }
     let unwritable = |why| {
@@ -317,9 +320,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         // The lock is then on the folder itself.
         fs::create_dir_all(output).map_err(unwritable)?;
     }
-    if output.is_dir() && !resumes {
+    if output.is_dir() && !resumes && !args.training.full {
         for file in Adapter::files(output) {
-            all_spared(read.iter().cloned(), &OutFile::new(&file)?)?;
+            OutFile::new(&file)?;
         }
     }
     // Fails before the long work if the folder cannot be written; a signal while the model loads leaves nothing.
@@ -360,6 +363,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         command::count(batch, "example"),
         if accumulate > 1 { format!(", {accumulate} batches per step") } else { String::new() },
     );
+    if args.optimizer.warmup() >= steps {
+        command::note!(
+            "note: the warmup is longer than the run, which never reaches the learning rate"
+        );
+    }
     if batch.saturating_mul(accumulate) > data.len() {
         command::note!(
             "note: a step has {} examples, more than the data: it repeats them",
@@ -381,6 +389,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let log = log.transpose()?;
     let job = Job { args, what, data, held_out, sizes, run, log };
     job.train(&device, trainer, outputs)
+}
+
+/// Refuses held-out files that are trained on, and names files whose names say that they are held out.
+fn check_data(data: &Dataset, held_out: Option<&Dataset>) -> anyhow::Result<()> {
+    let real = |path: &Path| path.canonicalize().ok();
+    let own: Vec<_> = data.files().into_iter().map(real).collect();
+    let held_out = held_out.map(Dataset::files).unwrap_or_default();
+    if data.files().len() > 1
+        && let Some(both) = held_out.into_iter().find(|path| own.contains(&real(path)))
+    {
+        bail!(
+            "{} is held out, and trained on as part of the --data folder\nhint: move it out of that folder",
+            both.display()
+        );
+    }
+    let name = |path: &&Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let names: Vec<_> = data.files().iter().map(name).collect();
+    if names.len() > 1
+        && let Some(other) = names.iter().find(|name| name.contains("val") || name.contains("test"))
+    {
+        command::note!(
+            "note: trains on all {} files of the folder, {other} among them",
+            names.len()
+        );
+    }
+    Ok(())
 }
 
 /// Returns the seed of the order of examples; none for that of the file.

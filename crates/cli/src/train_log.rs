@@ -115,9 +115,10 @@ impl Progress {
                 ));
             }
             None => command::note!(
-                "step {step} of {}: loss {loss:.4}, gradient {gradient:.3}, rate {learning_rate:.2e}, {tokens} tokens, \
-                 {rate:.0} tokens/s{skipped}",
-                self.steps
+                "step {step} of {}: loss {loss:.4}, gradient {gradient:.3}, rate {learning_rate:.2e}, {}, {rate:.0} \
+                 tokens/s{skipped}",
+                self.steps,
+                command::count(*tokens, "token")
             ),
         }
     }

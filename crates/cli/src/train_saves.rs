@@ -10,10 +10,12 @@ use std::path::{Path, PathBuf};
 use std::{env, fs, process};
 
 use anyhow::bail;
+use command::OutFile;
 use flashover::ModelFolder;
 use flashover::train::{Adapter, SavedRun, TrainError, Trainer};
 use serde_json::Value;
 
+use crate::model_args::{Subject, all_spared};
 use crate::train_args::Args;
 
 const PREFIX: &str = "step-";
@@ -44,38 +46,87 @@ pub(crate) fn resumes_in_place(args: &Args) -> bool {
     resume == output || (step_of(&resume).is_some() && resume.parent() == Some(&output))
 }
 
+/// Returns the files that a save writes or removes, in a folder.
+fn saved_files(
+    args: &Args,
+    folder: Option<&ModelFolder>,
+    into: &Path,
+) -> anyhow::Result<Vec<PathBuf>> {
+    let run = SavedRun::files(into);
+    if !args.training.full {
+        return Ok(Adapter::files(into).into_iter().chain(run).collect());
+    }
+    const OWN: [&str; 3] = ["config.json", "model.safetensors", "model.safetensors.index.json"];
+    let own = || OWN.map(PathBuf::from).to_vec();
+    let files = folder.map_or_else(|| Ok(own()), ModelFolder::trained_files)?;
+    Ok(files.into_iter().map(|file| into.join(file)).chain(run).collect())
+}
+
 /// Refuses to replace files of an earlier result, or files of others.
-pub(crate) fn check_output(args: &Args, folder: Option<&ModelFolder>) -> anyhow::Result<()> {
+pub(crate) fn check_output(
+    args: &Args,
+    folder: Option<&ModelFolder>,
+    saved: Option<&SavedRun>,
+) -> anyhow::Result<()> {
     let output = &args.output;
-    let is_model =
-        |file: &Path| file == Path::new("config.json") || file == Path::new("model.safetensors");
-    let there = match (args.training.full, folder) {
-        (false, _) => {
-            let there = Adapter::files(output).into_iter().any(|file| file.exists());
-            there.then(|| "an adapter".to_owned())
-        }
-        (true, folder) => {
-            let files = folder.map_or(Ok(vec!["config.json".into()]), ModelFolder::trained_files);
-            let mut files: Vec<_> =
-                files?.into_iter().filter(|file| output.join(file).exists()).collect();
-            files.sort_by_key(|file| !is_model(file));
-            files.first().map(|file| match is_model(file) {
-                true => "a model".to_owned(),
-                false => format!("another {}", file.display()),
-            })
-        }
-    };
-    let steps = || {
-        let any = args.keep.is_some() && steps_in(output).is_ok_and(|steps| !steps.is_empty());
-        any.then(|| "saved steps".to_owned())
-    };
-    match there.or_else(steps) {
-        Some(what) => bail!(
+    let refused = |what: &str| -> anyhow::Result<()> {
+        bail!(
             "{} has {what}\nhint: replace it with --overwrite, or choose another --output",
             output.display()
-        ),
+        )
+    };
+    if resumes_in_place(args) {
+        let later = |saved: &SavedRun| match SavedRun::open(output) {
+            Ok(own) => own.done > saved.done,
+            Err(_) => false,
+        };
+        return match saved.is_some_and(later) {
+            true => refused("a later save than the one to resume from"),
+            false => Ok(()),
+        };
+    }
+    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut there = saved_files(args, folder, output)?;
+    there.retain(|file| file.exists());
+    let names: Vec<_> = there.iter().map(|file| name(file)).collect();
+    let has = |start: &str| names.iter().any(|name| name.starts_with(start));
+    match names.first() {
+        _ if has("adapter_") => refused("an adapter"),
+        _ if has("config.json") || has("model.safetensors") => refused("a model"),
+        _ if has("flashover_run") => refused("a training run"),
+        Some(other) => refused(&format!("another {other}")),
+        None if args.keep.is_some() && steps_in(output).is_ok_and(|steps| !steps.is_empty()) => {
+            refused("saved steps")
+        }
         None => Ok(()),
     }
+}
+
+/// Refuses a log, a page or a trace in place of a file that training reads or saves.
+pub(crate) fn check_outputs<'a>(
+    args: &Args,
+    folder: Option<&ModelFolder>,
+    outputs: impl Iterator<Item = &'a OutFile>,
+) -> anyhow::Result<()> {
+    let mut taken = saved_files(args, folder, &args.output)?;
+    taken.extend(Adapter::files(&args.output));
+    for folder in args.resume.iter().chain(&args.adapter) {
+        taken.extend(Adapter::files(folder).into_iter().chain(SavedRun::files(folder)));
+    }
+    for (_, step) in steps_in(&args.output).unwrap_or_default() {
+        taken.extend(saved_files(args, folder, &step)?);
+    }
+    taken.extend([&args.data].into_iter().chain(&args.held_out).cloned());
+    taken.extend(folder.map(ModelFolder::files).unwrap_or_default());
+    if let Some(Subject::Folder(named)) =
+        args.of.is_named().then(|| args.of.subject()).transpose()?
+    {
+        taken.extend(saved_files(args, None, &named)?);
+    }
+    for file in outputs {
+        all_spared(taken.iter().cloned(), file)?;
+    }
+    Ok(())
 }
 
 /// Returns the largest number of saves on the disk at once.
@@ -179,10 +230,15 @@ pub(crate) fn rescue(
         }
         return Err(why);
     }
-    let mut beside = output.as_os_str().to_owned();
-    beside.push(".rescued");
+    // An earlier rescue stays.
+    let beside = |number: usize| {
+        let mut path = output.as_os_str().to_owned();
+        path.push(if number == 1 { ".rescued".to_owned() } else { format!(".rescued-{number}") });
+        PathBuf::from(path)
+    };
+    let beside = (1..).map(beside).find(|path| !path.exists()).unwrap_or_default();
     let temporary = env::temp_dir().join(format!("flashover-{what}-{}", process::id()));
-    for folder in [PathBuf::from(beside), temporary] {
+    for folder in [beside, temporary] {
         match save(&folder) {
             Ok(()) => {
                 command::note!("the {what} after {steps} is in {}", folder.display());

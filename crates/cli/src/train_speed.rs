@@ -41,7 +41,7 @@ pub(crate) struct StepArgs {
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", requires = "train", help = OFFLOAD)]
     offload: Vec<OffloadArg>,
     /// With --train, batches per step
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "train", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "train", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     accumulate: u32,
 }
 

@@ -6,14 +6,33 @@ use std::path::{Path, PathBuf};
 use checkpoint::Checkpoint;
 use models::Error;
 
+use crate::fnv::Fnv1a;
+
 /// Configuration of the model.
 pub(crate) const CONFIG: &str = "config.json";
 /// All weights of a saved model.
 pub(crate) const WEIGHTS: &str = "model.safetensors";
+/// Files of a model with several files of weights.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Buffers of a training run.
 pub(crate) const STATE: &str = "flashover_run.safetensors";
 /// Options and position of a training run.
 pub(crate) const RUN: &str = "flashover_run.json";
+
+/// Returns a hash of names and shapes of all tensors, and of their first and last values.
+pub(crate) fn hash(checkpoint: &Checkpoint) -> Result<u64, Error> {
+    const ENDS: usize = 256;
+    let mut hash = Fnv1a::new();
+    for name in checkpoint.names() {
+        let own = checkpoint.tensor(name)?;
+        let last = &own.bytes[own.bytes.len().saturating_sub(ENDS)..];
+        let first = &own.bytes[..own.bytes.len().min(ENDS)];
+        let bytes = name.bytes().chain(first.iter().copied()).chain(last.iter().copied());
+        bytes.for_each(|byte| hash.add(byte));
+        own.shape.iter().for_each(|size| hash.add(*size as u64));
+    }
+    Ok(hash.value())
+}
 
 /// Returns the paths of the files to copy, relative to the folder: all except weights of any format, hidden files, the state of
 /// a training run, and subfolders with weights, which are models of their own.

@@ -441,7 +441,7 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     with(&["--schedule", "wsd"], "--schedule wsd needs the steps of its decay");
     with(&["--floor", "0.1"], "--floor needs a schedule that decays");
     with(&["--no-master"], "f32 weights have no master weights");
-    with(&["--from-scratch"], "--from-scratch makes new weights\nhint: use --shape");
+    with(&["--from-scratch"], "--from-scratch makes new weights\nhint: name a --shape");
     refused(&["--full"], "no model is named\nhint: ");
     with(&["--optimizer", "muon", "--offload", "optimizer"], "cannot offload Muon");
     with(&["--offload", "gradients", "--recompute", "nothing"], "while less than whole layers");
@@ -465,7 +465,8 @@ fn all_weights_are_trained_and_a_run_is_resumed() {
     with(&["--memory-limit", "30MiB"], "training all weights of");
     refused(&["--shape", "gpt2"], "gpt2 is a shape without weights");
     let tokens = path("tokens.bin");
-    fs::write(&tokens, [0; 200]).expect("written");
+    let few: Vec<u8> = (1..101u16).flat_map(u16::to_le_bytes).collect();
+    fs::write(&tokens, few).expect("written");
     let not_tokens = ["--shape", "gpt2", "--full", "--from-scratch"];
     refused(&not_tokens, "data.txt is not a .bin\nhint: ");
     let quantised = fixture("llama_nf4");

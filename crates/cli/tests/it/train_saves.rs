@@ -184,7 +184,11 @@ fn runs_from_scratch_go_on() {
         let own =
             ["--full", "--data", &data, "--resume", &rest, "--steps", "9", "--schedule", "wsd"];
         let own = [&own[..], &["--decay-steps", "2"]].concat();
-        let why = if file.ends_with("json") { "cannot resume from " } else { "in the saved run" };
+        let why = if file.ends_with("json") {
+            "cannot resume: "
+        } else {
+            "the run began with new weights"
+        };
         place.refused("again", &own, why);
         let same =
             ["--from-scratch", "--shape", config, "--full", "--data", &data, "--resume", &rest];
@@ -193,7 +197,7 @@ fn runs_from_scratch_go_on() {
         place.refused(
             "again",
             &same,
-            if file.ends_with("json") { "cannot resume from " } else { "steps: 6" },
+            if file.ends_with("json") { "cannot resume: " } else { "steps: 6" },
         );
     }
 }
@@ -231,4 +235,75 @@ fn an_adapter_goes_on_over_its_own_model_alone() {
     let targets = [&resume[..], &["--lora-targets", "c_proj"]].concat();
     run(at(&model, &targets), "no", Some("and targets c_attn\nhint: "));
     run(at(&model, &resume), "adapter", None);
+}
+
+#[test]
+fn a_result_is_not_replaced_by_another_kind() {
+    let place = Place::new();
+    let (model, data) = (copied(&place), place.name("tokens.bin"));
+    let full = ["--full", "--model", &model, "--data", &data, "--save-every", "1"];
+    let lora = ["--model", &model, "--data", &data, "--steps", "1"];
+    place.trained("run", &[&full[..], &["--steps", "4", "--keep", "3"]].concat());
+    place.refused("run", &lora, "has a training run\nhint: ");
+    let step = place.name("run/step-000002");
+    let earlier = [&full[..], &["--keep", "3", "--steps", "3", "--resume", &step]].concat();
+    place.refused("run", &earlier, "has a later save than the one to resume from\nhint: ");
+    for file in ["model.safetensors", "flashover_run.json", "step-000003/config.json"] {
+        let path = place.name(&format!("run/{file}"));
+        let page = [&full[..], &["--steps", "1", "--overwrite", "--html", &path]].concat();
+        place.refused("run", &page, "the same file: ");
+    }
+    let weights = place.path("precious");
+    fs::create_dir(&weights).expect("made");
+    fs::write(weights.join("model.safetensors"), "mine").expect("written");
+    let config = fixture("gpt2").join("config.json");
+    let scratch = ["--full", "--from-scratch", "--shape", config.to_str().expect("UTF-8")];
+    let scratch = [&scratch[..], &["--data", &data, "--steps", "1"]].concat();
+    place.refused("precious", &scratch, "has a model\nhint: ");
+    // Weights and state of two saves do not go together.
+    let mixed = place.path("run/step-000003/model.safetensors");
+    fs::copy(place.path("run/step-000001/model.safetensors"), &mixed).expect("copied");
+    let step = place.name("run/step-000003");
+    let resume = ["--full", "--data", &data, "--steps", "5", "--resume", &step];
+    place.refused("other", &resume, "these weights are of another save\nhint: ");
+}
+
+#[test]
+fn a_save_has_the_files_of_a_folder_that_is_gone() {
+    let place = Place::new();
+    let (model, data) = (copied(&place), place.name("tokens.bin"));
+    let keep = ["--full", "--data", &data, "--save-every", "1", "--keep", "1"];
+    place.trained("run", &[&keep[..], &["--model", &model, "--steps", "3"]].concat());
+    fs::remove_file(place.path("run/model.safetensors")).expect("saved");
+    fs::remove_file(place.path("run/flashover_run.json")).expect("saved");
+    let step = place.name("run/step-000002");
+    let said = place.trained("run", &[&keep[..], &["--steps", "5", "--resume", &step]].concat());
+    assert!(!place.path("run/step-000002").exists() && !said.contains("is gone"), "{said}");
+    for folder in ["run", "run/step-000004"] {
+        let notes = fs::read_to_string(place.path(folder).join("extra/notes.md"));
+        assert_eq!(notes.expect("saved"), "of the model");
+    }
+}
+
+#[test]
+fn held_out_files_are_not_trained_on() {
+    let place = Place::new();
+    fs::create_dir(place.path("data")).expect("made");
+    for name in ["train.bin", "val.bin"] {
+        fs::copy(place.path("tokens.bin"), place.path("data").join(name)).expect("copied");
+    }
+    let (model, data, val) = (copied(&place), place.name("data"), place.name("data/val.bin"));
+    let own = ["--full", "--model", &model, "--data", &data, "--steps", "1"];
+    let why = "is held out, and trained on as part of the --data folder\nhint: ";
+    place.refused("run", &[&own[..], &["--held-out", &val]].concat(), why);
+    let said = place.trained("run", &own);
+    assert!(
+        said.contains("note: trains on all 2 files of the folder, val.bin among them"),
+        "{said}"
+    );
+    fs::write(place.path("zip.txt"), [80, 75, 3, 4, 0, 0, 1]).expect("written");
+    let zip = place.name("zip.txt");
+    let demo = demo();
+    let text = ["--model", demo.to_str().expect("UTF-8"), "--data", &zip];
+    place.refused("zip", &text, "it has bytes of 0, which no text has\nhint: ");
 }

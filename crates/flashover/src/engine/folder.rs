@@ -8,10 +8,9 @@ use text::{ChatTemplate, Message, Prompt, SpecialTokens, Tokenizer};
 use super::error::GenerateError;
 use super::request::Request;
 use super::sampling::Sampling;
-use crate::fnv::Fnv1a;
 use crate::load_error::LoadError;
 use crate::memory::Plan;
-use crate::model_files::{CONFIG, WEIGHTS, others};
+use crate::model_files::{CONFIG, INDEX, WEIGHTS, hash, others};
 use crate::options::EngineOptions;
 use crate::prepare::Prepared;
 
@@ -142,13 +141,13 @@ impl ModelFolder {
         beside.filter(|file| file.exists()).chain(weights).chain(adapter).collect()
     }
 
-    /// Returns the files that a training of all weights writes: relative paths in the output folder.
+    /// Returns the files that a training of all weights writes or removes: relative paths in the output folder.
     ///
     /// # Errors
     /// [`LoadError::Folder`] for a folder that cannot be listed.
     pub fn trained_files(&self) -> Result<Vec<PathBuf>, LoadError> {
         let others = others(&self.reader.folder, self.weights.checkpoint());
-        let own = [CONFIG, WEIGHTS].map(PathBuf::from);
+        let own = [CONFIG, WEIGHTS, INDEX].map(PathBuf::from);
         Ok(others.map_err(LoadError::Folder)?.into_iter().chain(own).collect())
     }
 
@@ -158,19 +157,9 @@ impl ModelFolder {
     /// # Errors
     /// [`LoadError::Folder`] for a tensor that is not there.
     pub fn fingerprint(&self) -> Result<String, LoadError> {
-        const ENDS: usize = 256;
-        let (checkpoint, config) = (self.weights.checkpoint(), self.config());
-        let mut hash = Fnv1a::new();
-        for name in checkpoint.names() {
-            let own = checkpoint.tensor(name);
-            let own = own.map_err(|why| LoadError::Folder(why.into()))?;
-            let last = &own.bytes[own.bytes.len().saturating_sub(ENDS)..];
-            let first = &own.bytes[..own.bytes.len().min(ENDS)];
-            let bytes = name.bytes().chain(first.iter().copied()).chain(last.iter().copied());
-            bytes.for_each(|byte| hash.add(byte));
-            own.shape.iter().for_each(|size| hash.add(*size as u64));
-        }
-        let (family, hash) = (config.family.model_type(), hash.value());
+        let config = self.config();
+        let hash = hash(self.weights.checkpoint()).map_err(LoadError::Folder)?;
+        let family = config.family.model_type();
         Ok(format!("{family} with {} parameters, {hash:016x}", config.parameters()))
     }
 

@@ -112,7 +112,9 @@ impl Engine {
             return Err(LoadError::Shape { shape: name.to_owned(), known });
         }
         let read = |why| models::Error::Read { path: path.to_owned(), why };
-        Ok(fs::read_to_string(path).map_err(read).map_err(LoadError::Folder)?.into())
+        // Reading a pipe waits for its writer.
+        let text = checkpoint::ends(path).and_then(|()| fs::read_to_string(path));
+        Ok(text.map_err(read).map_err(LoadError::Folder)?.into())
     }
 
     /// Returns a model with random weights in a shape, for benchmarks. It has no tokenizer. `shape` is one of

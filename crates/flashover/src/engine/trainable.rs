@@ -45,8 +45,8 @@ pub(crate) struct SourceFiles {
     pub(crate) config: String,
     /// Folder of the other files.
     pub(crate) folder: PathBuf,
-    /// Paths in that folder.
-    pub(crate) others: Vec<PathBuf>,
+    /// Paths in that folder, and contents unless they are large: the folder may be gone when they are saved.
+    pub(crate) others: Vec<(PathBuf, Option<Vec<u8>>)>,
     /// Prefix of the weights' names.
     pub(crate) prefix: Option<&'static str>,
 }
@@ -75,7 +75,16 @@ impl SourceFiles {
             longer.map(|max| fields.insert("max_position_embeddings".to_owned(), max.into()));
         }
         let config = if same && longer.is_none() { text } else { format!("{config:#}\n") };
+        const LARGE: u64 = 64 << 20;
+        let content = |file: PathBuf| {
+            let path = folder.join(&file);
+            let read = |why| models::Error::Read { path: path.clone(), why };
+            let small = fs::metadata(&path).map_err(read)?.len() < LARGE;
+            let own = small.then(|| fs::read(&path)).transpose().map_err(read)?;
+            Ok::<_, models::Error>((file, own))
+        };
         let others = model_files::others(folder, weights.checkpoint())?;
+        let others = others.into_iter().map(content).collect::<Result<_, _>>()?;
         Ok(Self { config, folder: folder.to_owned(), others, prefix: Some(weights.prefix()) })
     }
 }

@@ -80,12 +80,14 @@ pub enum DatasetError {
         context: usize,
     },
     /// A file of tokens is damaged, or belongs to another vocabulary.
-    #[error("{}: {why}\nhint: store token ids as u16; as u32 only above 65,536 tokens", .path.display())]
+    #[error("{}: {why}\nhint: {hint}", .path.display())]
     Shard {
         /// The file.
         path: PathBuf,
         /// The problem.
         why: String,
+        /// Advice.
+        hint: &'static str,
     },
     /// A model without a tokenizer trains on tokens alone.
     #[error("{} is not a .bin\nhint: tokenise the text into a .bin, as `data/*/prepare.py` of nanoGPT does", .0.display())]
@@ -114,6 +116,7 @@ pub enum DatasetError {
 /// Returns a hint for a file that cannot be read.
 fn readable(why: &io::Error) -> &'static str {
     match why.kind() {
+        io::ErrorKind::NotFound => "check the path",
         io::ErrorKind::Unsupported => "fetch the file with `git lfs pull`",
         io::ErrorKind::InvalidData => "use a text or a .jsonl in UTF-8",
         io::ErrorKind::StorageFull => "free space in the folder for temporary files (TMPDIR)",
@@ -235,6 +238,10 @@ impl Dataset {
             }
         } else {
             let text = fs::read_to_string(path).map_err(read)?;
+            if text.contains('\0') {
+                let why = "it has bytes of 0, which no text has";
+                return Err(read(io::Error::new(io::ErrorKind::InvalidData, why)));
+            }
             let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
             let first = text.lines().find(|line| !line.trim_matches(is_blank).is_empty());
             let is_object = |line: &str| serde_json::from_str::<Map<String, Value>>(line).is_ok();
@@ -272,6 +279,14 @@ impl Dataset {
     ) -> Result<Self, DatasetError> {
         let source = Source::Files(Shards::open(path.as_ref(), context, vocab)?);
         Ok(Self { source, cut: 0, left_out: 0, diverged: 0 })
+    }
+
+    /// Returns the files of tokens, or the text.
+    pub fn files(&self) -> Vec<&Path> {
+        match &self.source {
+            Source::Text(_, path) => vec![path],
+            Source::Files(shards) => shards.paths(),
+        }
     }
 
     /// Returns the number of examples.

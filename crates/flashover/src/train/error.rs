@@ -64,7 +64,7 @@ pub enum TrainError {
     #[error("{} has no training run\nhint: name a folder that `train --save-every` wrote", .0.display())]
     NoRun(PathBuf),
     /// The state of a run is damaged or incomplete.
-    #[error("cannot resume from {}: {why}\nhint: resume from another save, or start a new run", .path.display())]
+    #[error("cannot resume: {}: {why}\nhint: resume from another save, or start a new run", .path.display())]
     State {
         /// The file.
         path: PathBuf,

@@ -75,6 +75,8 @@ impl Trainer {
     /// The errors of [`Trainer::step`].
     pub fn measure_one(&mut self, shape: StepShape) -> Result<f64, TrainError> {
         let StepShape { micro_batches, batch, context } = shape;
+        // Refuses a shape that does not fit before its tokens are made.
+        self.reserve(&self.trained(batch, context, micro_batches))?;
         let engine = self.engine().clone();
         let first = self.done() * micro_batches * batch;
         let example = |seed| Example { tokens: engine.some_tokens(seed, context + 1), from: 0 };

@@ -592,7 +592,7 @@ pub fn check_training(training: &Training) -> Result<(), TrainError> {
     let state = optimizer || gradients;
     let why = match training.trains {
         Trains::Adapter(_) if state => {
-            "offload optimizer or gradients of an adapter, which are small\nhint: use --offload inputs, or --full"
+            "offload optimizer or gradients of an adapter, which are small\nhint: use --offload inputs, or train all weights"
         }
         Trains::Weights { muon: true, .. } if state => {
             "offload Muon, which needs whole matrices\nhint: use AdamW (--optimizer adamw8), or leave out --offload"

@@ -15,14 +15,14 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use checkpoint::Staged;
+use checkpoint::{Checkpoint, Staged};
 use models::Adapter;
 use models::export::{read_buffers, write_buffers};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{Schedule, Subject, TrainError, Trainer, Trains};
-use crate::model_files::{CONFIG, RUN, STATE, WEIGHTS};
+use super::{Moments, Schedule, Subject, TrainError, Trainer, Trains};
+use crate::model_files::{CONFIG, INDEX, RUN, STATE, WEIGHTS, hash};
 
 impl Trainer {
     /// Saves the adapter into a folder in PEFT's format, or all weights as a Hugging Face folder.
@@ -39,35 +39,49 @@ impl Trainer {
     /// # Errors
     /// The errors of [`Trainer::save`].
     pub fn save_into(&self, folder: &mut Staged) -> Result<(), TrainError> {
-        // The state of an earlier save would not belong to these weights.
+        self.write(folder)?;
+        // The state of an earlier save does not belong to these weights: until it is gone, their hash tells.
         for file in [RUN, STATE] {
             folder.remove(file).map_err(models::Error::from)?;
         }
-        self.write(folder)
+        Ok(())
     }
 
     fn write(&self, folder: &mut Staged) -> Result<(), TrainError> {
+        self.stage(folder)?;
+        folder.publish().map_err(models::Error::from)?;
+        if matches!(self.subject, Subject::Weights { .. }) {
+            folder.remove(INDEX).map_err(models::Error::from)?;
+        }
+        Ok(())
+    }
+
+    /// Writes all files into the staging folder, and returns that of the weights.
+    fn stage(&self, folder: &Staged) -> Result<PathBuf, TrainError> {
+        let to = folder.path();
         if let Some(adapter) = self.adapter()? {
             let model = self.engine.folder().display().to_string();
-            return Ok(adapter.write(folder, self.engine.config(), &model)?);
+            return Ok(adapter.stage(folder, self.engine.config(), &model)?);
         }
-        let Subject::Weights { files, weights, .. } = &self.subject else { return Ok(()) };
-        let to = folder.path();
+        let Subject::Weights { files, weights, .. } = &self.subject else {
+            return Ok(to.join(WEIGHTS));
+        };
         weights.write(to.join(WEIGHTS), self.engine.config(), files.prefix)?;
-        for file in &files.others {
+        for (file, own) in &files.others {
             let target = to.join(file);
             target.parent().map_or(Ok(()), fs::create_dir_all).map_err(writing(&target))?;
             let from = files.folder.join(file);
-            match fs::copy(&from, &target) {
-                Err(_) if !from.exists() => {
+            match own {
+                Some(bytes) => fs::write(&target, bytes).map_err(writing(&target))?,
+                None if !from.exists() => {
                     log::warn!("{} is gone, and is not saved", from.display());
                 }
-                copied => drop(copied.map_err(writing(&target))?),
+                None => drop(fs::copy(&from, &target).map_err(writing(&target))?),
             }
         }
         let config = to.join(CONFIG);
         fs::write(&config, &files.config).map_err(writing(&config))?;
-        Ok(folder.publish().map_err(models::Error::from)?)
+        Ok(to.join(WEIGHTS))
     }
 
     /// Saves like [`Trainer::save_into`], with all that [`Trainer::resume`] needs. `run` are options of the caller that a resumed
@@ -76,13 +90,21 @@ impl Trainer {
     /// # Errors
     /// The errors of [`Trainer::save`].
     pub fn checkpoint_into(&mut self, folder: &mut Staged, run: &Value) -> Result<(), TrainError> {
+        let weights = self.stage(folder)?;
         if let Some(state) = &mut self.state {
             write_buffers(folder.path().join(STATE), &mut state.optimizer.buffers())?;
-            let text = json!({ "done": self.done, "trainer": self.options(), "run": run });
+            let weights = hash_of(&weights)?;
+            let options = self.options();
+            let text =
+                json!({ "done": self.done, "trainer": options, "run": run, "weights": weights });
             let path = folder.path().join(RUN);
             fs::write(&path, format!("{text:#}\n")).map_err(writing(&path))?;
         }
-        self.write(folder)
+        folder.publish().map_err(models::Error::from)?;
+        if matches!(self.subject, Subject::Weights { .. }) {
+            folder.remove(INDEX).map_err(models::Error::from)?;
+        }
+        Ok(())
     }
 
     /// Continues the run that [`Trainer::checkpoint_into`] saved in a folder. The trainer has the weights or the adapter of that
@@ -97,6 +119,15 @@ impl Trainer {
         differs.extend(differences(&saved.run, run));
         if !differs.is_empty() {
             return Err(TrainError::Resume(differs));
+        }
+        let [_, adapter] = Adapter::files(&folder);
+        let path = match self.subject {
+            Subject::Adapter(_) => adapter,
+            Subject::Weights { .. } => folder.as_ref().join(WEIGHTS),
+        };
+        if hash_of(&path)? != saved.weights {
+            let why = "these weights are of another save".to_owned();
+            return Err(TrainError::State { path, why });
         }
         self.reserve(&self.trained(1, 1, 1))?;
         if let Some(state) = &mut self.state {
@@ -129,7 +160,12 @@ impl Trainer {
             "eps": own.eps,
             "weight-decay": own.weight_decay,
             "max-grad-norm": own.max_grad_norm,
-            "optimizer": if muon.is_some() { "muon" } else { own.moments.name() },
+            "optimizer": match own.moments {
+                _ if muon.is_some() => "muon",
+                Moments::F32 => "adamw",
+                Moments::Bf16 => "adamw-bf16",
+                Moments::Int8 => "adamw8",
+            },
             "momentum": muon,
             "seed": own.seed,
             // Micro-batches are then added in another order.
@@ -137,6 +173,7 @@ impl Trainer {
         });
         let trains = match &self.training.trains {
             Trains::Adapter(lora) => json!({
+                "full": false,
                 "lora-rank": lora.rank,
                 "lora-alpha": lora.alpha,
                 "lora-targets": lora.targets,
@@ -158,21 +195,31 @@ pub struct SavedRun {
     pub done: usize,
     /// Options of the trainer.
     trainer: Value,
+    /// Hash of the weights that belong to the state.
+    weights: String,
     /// Options of the caller.
     pub run: Value,
 }
 
 impl SavedRun {
+    /// Returns the files of a run in a folder.
+    pub fn files(folder: impl AsRef<Path>) -> [PathBuf; 2] {
+        [RUN, STATE].map(|file| folder.as_ref().join(file))
+    }
+
     /// Reads the run that a folder has, without its state.
     ///
     /// # Errors
     /// [`TrainError::NoRun`] for a folder without a run; [`TrainError::State`] for a damaged file.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, TrainError> {
         let folder = folder.as_ref();
-        checkpoint::recover(folder).map_err(models::Error::from)?;
+        if folder.is_dir() {
+            checkpoint::recover(folder).map_err(models::Error::from)?;
+        }
         let path = folder.join(RUN);
-        let text = match fs::read_to_string(&path) {
-            Err(why) if why.kind() == ErrorKind::NotFound => {
+        // Reading a pipe waits for its writer.
+        let text = match checkpoint::ends(&path).and_then(|()| fs::read_to_string(&path)) {
+            Err(why) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&why.kind()) => {
                 return Err(TrainError::NoRun(folder.to_owned()));
             }
             text => text.map_err(|why| models::Error::Read { path: path.clone(), why })?,
@@ -191,9 +238,17 @@ fn differences(saved: &Value, own: &Value) -> Vec<String> {
     let of = |map: &Map<String, Value>, name: &String| map.get(name).cloned().unwrap_or_default();
     let both = names.into_iter().map(|name| (name, of(&saved, name), of(&own, name)));
     let differ = both.filter(|(_, saved, own)| saved != own);
-    differ
-        .map(|(name, saved, own)| format!("{name}: {saved} in the saved run, {own} here"))
-        .collect()
+    let told = |(name, saved, own): (&String, Value, Value)| match (&saved, &own) {
+        (Value::Null, _) => format!("{name}: not in the saved run, {own} here"),
+        (_, Value::Null) => format!("{name}: {saved} in the saved run, not here"),
+        _ => format!("{name}: {saved} in the saved run, {own} here"),
+    };
+    differ.map(told).collect()
+}
+
+/// Returns the hash of a file of weights.
+fn hash_of(path: &Path) -> Result<String, models::Error> {
+    Ok(format!("{:016x}", hash(&Checkpoint::open(path)?)?))
 }
 
 fn writing(path: &Path) -> impl Fn(std::io::Error) -> models::Error {

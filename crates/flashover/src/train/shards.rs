@@ -67,6 +67,11 @@ impl Shards {
         }
     }
 
+    /// Returns the files, in their order.
+    pub(super) fn paths(&self) -> Vec<&Path> {
+        self.shards.iter().map(|shard| shard.path.as_path()).collect()
+    }
+
     /// Returns a hash of all tokens.
     pub(super) fn hash(&self) -> u64 {
         let mut hash = Fnv1a::new();
@@ -112,7 +117,10 @@ impl Shard {
             return Err(DatasetError::NoTokens(path));
         }
         let read = |why| DatasetError::Read { path: path.clone(), why };
-        let bad = |why: String| DatasetError::Shard { path: path.clone(), why };
+        let bad_file = |why: String, hint| DatasetError::Shard { path: path.clone(), why, hint };
+        let bad = |why| {
+            bad_file(why, "store token ids as u16 for a vocabulary of up to 65,536, else as u32")
+        };
         // Opening a pipe waits for its writer.
         checkpoint::ends(&path).map_err(read)?;
         let mut file = File::open(&path).map_err(read)?;
@@ -136,7 +144,8 @@ impl Shard {
             )));
         }
         if header > 0 && tokens != u64::from(word(2)) {
-            return Err(bad(format!("the header says {} tokens, the file has {tokens}", word(2))));
+            let why = format!("the header says {} tokens, the file has {tokens}", word(2));
+            return Err(bad_file(why, "copy the file again: it is cut"));
         }
         let windows = (tokens.saturating_sub(1) / context.max(1) as u64) as usize;
         let whole = tokens as usize;
@@ -160,7 +169,13 @@ impl Shard {
             }
             at += count;
         }
-        match header == 0 && size == 2 && tokens > 1 && upper == 0 && lower != 0 {
+        if tokens > 1 && upper == 0 && lower == 0 {
+            return Err(bad_file(
+                "all tokens are 0".to_owned(),
+                "write the tokens before training",
+            ));
+        }
+        match header == 0 && size == 2 && tokens > 1 && upper == 0 {
             true => Err(bad("every second token is 0, as if tokens had 32 bits".to_owned())),
             false => Ok(shard),
         }
