@@ -44,6 +44,7 @@ pub fn activate_memory(
         Activation::Silu => 2,
         Activation::Gelu => 3,
         Activation::GeluTanh => 4,
+        _ => 3,
     };
     let (temporary, gate) = if gated { (2, 2) } else { (1, 0) };
     let matrix = bytes_of(rows * n, dtype);
@@ -53,6 +54,12 @@ pub fn activate_memory(
         saved: (intermediates + gate) * matrix,
         ..OpMemory::default()
     }
+}
+
+/// Returns `clip(scale · x + shift, 0, 1)`.
+fn line_between<B: Backend>(x: FloatTensor<B>, scale: f64, shift: f64) -> FloatTensor<B> {
+    let line = B::float_add_scalar(B::float_mul_scalar(x, scale.into()), shift.into());
+    B::float_clamp(line, 0.0.into(), 1.0.into())
 }
 
 /// Applies the rest of an epilogue with ordinary ops.
@@ -79,6 +86,20 @@ pub(crate) fn finish<B: Backend>(
             let tanh = B::float_tanh(scaled(B::float_add(sum.clone(), cubic), root));
             halves(sum, tanh)
         }
+        Some(Activation::Relu) => B::relu(sum),
+        Some(Activation::Sigmoid) => B::sigmoid(sum),
+        Some(Activation::Tanh) => B::float_tanh(sum),
+        Some(Activation::HardSigmoid { scale, shift }) => {
+            line_between::<B>(sum, scale.value().into(), shift.value().into())
+        }
+        Some(Activation::HardSwish) => {
+            B::float_mul(sum.clone(), line_between::<B>(sum, 1.0 / 6.0, 0.5))
+        }
+        Some(Activation::Clip { low, high }) => {
+            let [low, high] = [low, high].map(|bound| Scalar::from(bound.value()));
+            B::float_clamp(sum, low, high)
+        }
+        Some(Activation::LeakyRelu { slope }) => B::leaky_relu(sum, Scalar::from(slope.value())),
     };
     if let Some(gate) = gate {
         out = B::float_mul(out, gate);

@@ -343,6 +343,7 @@ impl MatmulOps for CubeBackend {
             norm: spec.norm.map(|norm| norm.kind),
             window: None,
             interleaved: false,
+            period: 0,
         };
         let device = call.ctx.device(&lhs.device);
         let takes = |d: &arch::Device| Matmul::takes_norm(d.profile(), &problem);

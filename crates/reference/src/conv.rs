@@ -144,7 +144,7 @@ impl Conv {
     }
 
     /// Compares a result with the reference at some of its pixels and filters; at all of them without a seed. Bias, gate and
-    /// residual are those of the whole result: `[filters]` and the result's shape.
+    /// residual are those of the whole result: `[filters]` or `[batch, filters]`, and the result's shape.
     ///
     /// # Errors
     /// A slice of another length; an epilogue with a norm or a second matmul, which a convolution lacks.
@@ -157,12 +157,14 @@ impl Conv {
         out: &[f32],
     ) -> Result<Comparison, Error> {
         let [x_len, w_len, out_len] = self.lens();
+        let biases = epilogue.bias.map_or(1, |bias| bias.len() / self.filters.max(1));
+        let per_image = if biases > 1 { self.batch } else { 1 };
         let whole = |values: Option<&[f32]>| values.map_or(out_len, <[f32]>::len);
         for (what, need, have) in [
             ("x", x_len, x.len()),
             ("w", w_len, w.len()),
             ("out", out_len, out.len()),
-            ("bias", self.filters, epilogue.bias.map_or(self.filters, <[f32]>::len)),
+            ("bias", per_image * self.filters, epilogue.bias.map_or(self.filters, <[f32]>::len)),
             ("gate", out_len, whole(epilogue.gate)),
             ("residual", out_len, whole(epilogue.residual)),
             ("norm", 0, epilogue.norm.map_or(0, |norm| norm.weight.len())),
@@ -179,8 +181,16 @@ impl Conv {
         };
         let (n, channels) = (self.filters / self.groups, self.channels / self.groups);
         let mut found = Vec::new();
-        for group in 0..self.groups {
+        let size: usize = self.output().iter().product();
+        let split =
+            (0..self.groups).flat_map(|group| (0..per_image).map(move |image| (group, image)));
+        for (group, image) in split {
             let filters = group * n..(group + 1) * n;
+            let own = |pixel: &usize| per_image == 1 || pixel / size == image;
+            let pixels: Vec<_> = pixels.iter().copied().filter(own).collect();
+            if pixels.is_empty() {
+                continue;
+            }
             let lines = self.gather(x, &pixels, &(group * channels..(group + 1) * channels));
             let own = &w[filters.start * self.depth()..filters.end * self.depth()];
             let of = |values: &[f32]| -> Vec<f32> {
@@ -189,7 +199,10 @@ impl Conv {
             };
             let [gate, residual] = [epilogue.gate, epilogue.residual].map(|part| part.map(of));
             let epilogue = Epilogue {
-                bias: epilogue.bias.map(|bias| &bias[filters.clone()]),
+                bias: epilogue.bias.map(|bias| {
+                    let first = image * self.filters;
+                    &bias[first + filters.start..first + filters.end]
+                }),
                 gate: gate.as_deref(),
                 residual: residual.as_deref(),
                 ..epilogue

@@ -1,7 +1,7 @@
 //! Batched matmul with an epilogue.
 //!
 //! ```text
-//! out = residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias)      up is optional; the gate may be a derivative at gate
+//! out = factor·(residual + gate·activation(lhs·rhs + bias)·(lhs·up + bias))   up is optional; the gate may be a derivative at gate
 //! with a norm, lhs is norm(lhs), rounded as by a separate kernel; the reference does not round it
 //! lhs: [batch.., m, k]   rhs: [batch.., k, n]   bias: [n]   out, gate, residual: [batch.., m, n]
 //!   for each output position [.., row, col]:
@@ -78,6 +78,8 @@ pub struct Epilogue<'a> {
     pub slope: Option<Activation>,
     /// [batch.., m, n]
     pub residual: Option<&'a [f32]>,
+    /// Multiplies the result.
+    pub factor: Option<f32>,
 }
 
 /// A norm of rows of lhs.
@@ -107,6 +109,7 @@ impl<'a> Epilogue<'a> {
         gate: None,
         slope: None,
         residual: None,
+        factor: None,
     };
 
     /// Epilogue with only a bias `[n]`.
@@ -572,6 +575,9 @@ impl Epilogue<'_> {
         }
         if let Some(residual) = self.residual {
             value += T::from(residual[at]);
+        }
+        if let Some(factor) = self.factor {
+            value = value * T::from(factor);
         }
         value
     }

@@ -3,7 +3,9 @@
 use arch::{Backend, Device};
 use cubecl::server::Handle;
 use kernels::conv::{Conv, ConvConfig, ConvOperands, ConvProblem};
-use kernels::matmul::{Activation, Epilogue, EpilogueBuffers, Matmul, Precision, Reading};
+use kernels::matmul::{
+    Activation, Constant, Epilogue, EpilogueBuffers, Matmul, Precision, Reading,
+};
 use reference::{Distribution, fill};
 use serde_json::{Value, json};
 use tune::timing::{self, Effort, TimingError};
@@ -72,6 +74,9 @@ impl KernelSuite for Conv {
         }
         if p.out != p.precision.storage() {
             insert("out", p.out.name().into());
+        }
+        if p.bias_per_image {
+            insert("bias_per_image", true.into());
         }
         let epilogue = p.epilogue.names();
         if !epilogue.is_empty() {
@@ -159,6 +164,18 @@ impl KernelSuite for Conv {
                 ConvProblem { epilogue: all, ..p },
                 ConvProblem { out: other, ..p },
             ]);
+            if p.groups == 1 {
+                problems.push(ConvProblem { epilogue: all, batch: 3, bias_per_image: true, ..p });
+            }
+        }
+        if matches!(precision, Precision::F32 | Precision::F16) {
+            problems.extend(Activation::ALL.map(|activation| {
+                let factor = Some(Constant::new(0.7));
+                ConvProblem {
+                    epilogue: Epilogue { factor, ..all_parts(Some(activation)) },
+                    ..same(base)
+                }
+            }));
         }
         cases(problems, 50_000)
     }
@@ -181,6 +198,7 @@ impl KernelSuite for Conv {
             ConvProblem { groups: 2, ..base },
             ConvProblem { groups: 64, filters: 64, ..base },
             plain(1, [8, 8], [640, 64], [3, 3]),
+            ConvProblem { bias_per_image: true, ..base },
         ];
         cases(problems, 51_000)
     }
@@ -205,7 +223,7 @@ impl KernelSuite for Conv {
             x: make(x, stored, 0)?,
             second: make(second, stored, 1)?,
             filters: stored.decode(&stored.encode(&w))?,
-            bias: bias.then(|| make(p.filters as usize, stored, 3)).transpose()?,
+            bias: bias.then(|| make(p.bias_len(), stored, 3)).transpose()?,
             gate: gate.then(|| make(out, result, 4)).transpose()?,
             residual: residual.then(|| make(out, result, 5)).transpose()?,
         };
@@ -249,7 +267,7 @@ impl KernelSuite for Conv {
             x: values(&operands.x, x, stored)?,
             second: part(&operands.second, second, stored)?.unwrap_or_default(),
             filters: values(&operands.filters, filters, stored)?,
-            bias: part(&operands.epilogue.bias, p.filters as usize, stored)?,
+            bias: part(&operands.epilogue.bias, p.bias_len(), stored)?,
             gate: part(&operands.epilogue.gate, out, result)?,
             residual: part(&operands.epilogue.residual, out, result)?,
         };
@@ -442,6 +460,7 @@ fn verdict(
         activation: p.epilogue.activation.map(reference_activation),
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),
+        factor: p.epilogue.factor.map(Constant::value),
         ..reference::Epilogue::NONE
     };
     let len = p.lens()[3] as usize * result.bytes();

@@ -5,8 +5,10 @@
 
 use checkpoint::{Absmax, DType, FourBit, Int8, Tensor, Weight};
 use half::{bf16, f16};
-use models::{Activation, DecoderConfig, NormKind, Part, Rope, Scaling, Slot, Stored, Weights};
+use models::{DecoderConfig, NormKind, Part, Rope, Scaling, Slot, Stored, Weights};
 use reference::{Block, Decoder, Linear, NormRule, Rotary, Stretch};
+
+use crate::matmul::reference_activation;
 
 /// Converts a model to the reference's decoder.
 ///
@@ -32,11 +34,7 @@ pub fn decoder(weights: &Weights) -> Decoder {
         eps: config.norm.eps,
         final_norm: linear(weights, Slot::FinalNorm),
         head: (!config.tie_embeddings).then(|| linear(weights, Slot::Head).weight),
-        activation: match config.activation {
-            Activation::Silu => reference::Activation::Silu,
-            Activation::Gelu => reference::Activation::Gelu,
-            Activation::GeluTanh => reference::Activation::GeluTanh,
-        },
+        activation: reference_activation(config.activation),
         softcap: config.softcap,
         logit_softcap: config.logit_softcap,
         stored: None,

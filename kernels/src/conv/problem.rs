@@ -29,8 +29,10 @@ pub struct ConvProblem {
     pub precision: Precision,
     /// Element type of the result.
     pub out: DType,
-    /// The bias has an element per filter.
+    /// The bias is `[filters]`, or with `bias_per_image` `[batch, filters]`.
     pub epilogue: Epilogue,
+    #[serde(default)]
+    pub bias_per_image: bool,
 }
 
 /// Reason why a convolution is invalid.
@@ -42,6 +44,8 @@ pub enum InvalidConv {
         "expected groups that divide {what}, got {groups} groups of {count}\nhint: check the channels of the weight"
     )]
     Groups { what: &'static str, count: u32, groups: u32 },
+    #[error("a bias per image has no groups\nhint: use one bias, or one group")]
+    Bias,
     #[error("a second input has no groups\nhint: join the channels, or use one group")]
     Joined,
     #[error(
@@ -79,7 +83,14 @@ impl ConvProblem {
             precision,
             out: precision.storage(),
             epilogue: Epilogue::default(),
+            bias_per_image: false,
         }
+    }
+
+    /// Returns the elements of the bias.
+    pub fn bias_len(&self) -> usize {
+        let images = if self.bias_per_image { self.batch } else { 1 };
+        images as usize * self.filters as usize
     }
 
     /// Returns the problem if it is valid.
@@ -111,6 +122,9 @@ impl ConvProblem {
         }
         if groups > 1 && self.channels[1] > 0 {
             return Err(InvalidConv::Joined);
+        }
+        if groups > 1 && self.bias_per_image {
+            return Err(InvalidConv::Bias);
         }
         for axis in 0..2 {
             let (canvas, reach) = (self.canvas(axis), self.reach(axis));
@@ -230,7 +244,9 @@ impl ConvProblem {
             let filters = [self.filters, self.groups];
             MatmulProblem::windows(self.batch, self.window(), filters, self.precision)?
         };
-        Ok(MatmulProblem { out: self.out, epilogue: self.epilogue, ..problem })
+        let [height, width] = self.output();
+        let period = if self.bias_per_image { height * width } else { 0 };
+        Ok(MatmulProblem { out: self.out, epilogue: self.epilogue, period, ..problem })
     }
 
     /// Returns the matmul of equal sizes over a matrix of the windows, which a convolution never makes.
@@ -249,7 +265,7 @@ impl ConvProblem {
         let [x, second, filters, out] = self.lens();
         let depth = filters / u64::from(self.filters);
         let Epilogue { bias, gate, residual, .. } = self.epilogue;
-        let operands = x + second + filters + if bias { u64::from(self.filters) } else { 0 };
+        let operands = x + second + filters + if bias { self.bias_len() as u64 } else { 0 };
         let results = out * (1 + u64::from(gate) + u64::from(residual));
         Cost {
             flops: 2 * out * depth,

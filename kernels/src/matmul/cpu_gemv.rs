@@ -110,7 +110,6 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let col0 = block / blocks_m * config.cols;
     // A group has fewer blocks than the whole of lhs.
     if col0 < dims.n && row0 < row_end {
-        let columns = dims.columns(CUBE_POS_Y);
         let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
 
         // Rows and columns past the end repeat the last; they are never stored.
@@ -162,6 +161,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                         sum += sums.extract(e);
                     }
                     let at = out_start + row as usize * dims.out_stride + col as usize;
+                    let columns = dims.columns(CUBE_POS_Y, row);
                     let value = finish.one(sum, at, col, &columns);
                     out[at] = Vector::new(E::cast_from(value));
                 }

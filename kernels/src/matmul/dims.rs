@@ -37,6 +37,11 @@ pub(crate) struct Dims {
     /// True if batches are neighbouring columns of the result.
     #[cube(comptime)]
     pub(crate) interleaved: bool,
+    /// Rows that share a row of the bias; 0 for one row of all.
+    period: u32,
+    /// True with a period; repeated for the hash, too.
+    #[cube(comptime)]
+    pub(crate) periodic: bool,
     /// True if rows of lhs are windows of an image; repeated for the hash, too.
     #[cube(comptime)]
     pub(crate) windows: bool,
@@ -67,10 +72,12 @@ impl Dims {
         rows
     }
 
-    /// Returns the columns of batch `batch`.
-    pub(crate) fn columns(&self, batch: u32) -> Columns {
+    /// Returns the columns of row `row` of batch `batch`.
+    pub(crate) fn columns(&self, batch: u32, row: u32) -> Columns {
         let first = if comptime!(self.grouped || self.interleaved) {
             batch as usize * self.n as usize
+        } else if comptime!(self.periodic) {
+            (row / self.period) as usize * self.n as usize
         } else {
             0usize.runtime()
         };
@@ -110,6 +117,8 @@ impl BatchSlice {
             ComptimeOptionArgs::from(offsets),
             p.grouped,
             p.interleaved,
+            p.period,
+            p.period > 0,
             p.window.is_some(),
         )
     }

@@ -1,7 +1,7 @@
 //! The epilogue of a matmul. Every part is optional.
 //!
 //! ```text
-//!   z = sum + bias             out = round(residual + gate · activation(z))
+//!   z = sum + bias             out = round(factor · (residual + gate · activation(z)))
 //!
 //!   forward pass of a layer:   z is stored too; the activation reads z as it is stored
 //!   backward pass:             out = round(residual + sum · activation'(z)), where the gate's buffer holds z
@@ -41,16 +41,66 @@ pub enum Activation {
     Gelu,
     /// `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
     GeluTanh,
+    /// `max(x, 0)`.
+    Relu,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
+    /// `tanh(x)`.
+    Tanh,
+    /// `clip(scale · x + shift, 0, 1)`.
+    HardSigmoid { scale: Constant, shift: Constant },
+    /// `x · clip(x / 6 + 1/2, 0, 1)`.
+    HardSwish,
+    /// `min(max(x, low), high)`.
+    Clip { low: Constant, high: Constant },
+    /// x, and `slope · x` below 0.
+    LeakyRelu { slope: Constant },
+}
+
+/// A number that a kernel is compiled with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Constant(u32);
+
+impl Constant {
+    pub const fn new(value: f32) -> Self {
+        Self(value.to_bits())
+    }
+
+    pub const fn value(self) -> f32 {
+        f32::from_bits(self.0)
+    }
 }
 
 impl Activation {
-    pub const ALL: [Self; 3] = [Self::Silu, Self::Gelu, Self::GeluTanh];
+    /// Activations of the feed-forward blocks of language models.
+    pub const SMOOTH: [Self; 3] = [Self::Silu, Self::Gelu, Self::GeluTanh];
+    /// All of them, with the usual constants.
+    pub const ALL: [Self; 10] = [
+        Self::Silu,
+        Self::Gelu,
+        Self::GeluTanh,
+        Self::Relu,
+        Self::Sigmoid,
+        Self::Tanh,
+        Self::HardSigmoid { scale: Constant::new(0.2), shift: Constant::new(0.5) },
+        Self::HardSwish,
+        Self::Clip { low: Constant::new(0.0), high: Constant::new(6.0) },
+        Self::LeakyRelu { slope: Constant::new(0.01) },
+    ];
 
     pub const fn name(self) -> &'static str {
         match self {
             Self::Silu => "silu",
             Self::Gelu => "gelu",
             Self::GeluTanh => "gelu_tanh",
+            Self::Relu => "relu",
+            Self::Sigmoid => "sigmoid",
+            Self::Tanh => "tanh",
+            Self::HardSigmoid { .. } => "hard_sigmoid",
+            Self::HardSwish => "hard_swish",
+            Self::Clip { .. } => "clip",
+            Self::LeakyRelu { .. } => "leaky_relu",
         }
     }
 
@@ -59,6 +109,13 @@ impl Activation {
             Self::Silu => "silu_slope",
             Self::Gelu => "gelu_slope",
             Self::GeluTanh => "gelu_tanh_slope",
+            Self::Relu => "relu_slope",
+            Self::Sigmoid => "sigmoid_slope",
+            Self::Tanh => "tanh_slope",
+            Self::HardSigmoid { .. } => "hard_sigmoid_slope",
+            Self::HardSwish => "hard_swish_slope",
+            Self::Clip { .. } => "clip_slope",
+            Self::LeakyRelu { .. } => "leaky_relu_slope",
         }
     }
 }
@@ -81,6 +138,9 @@ pub struct Epilogue {
     pub slope: Option<Activation>,
     /// Adds a matrix of the result's shape.
     pub residual: bool,
+    /// Multiplies the result by a number.
+    #[serde(default)]
+    pub factor: Option<Constant>,
 }
 
 impl Epilogue {
@@ -93,6 +153,7 @@ impl Epilogue {
             self.activation.map(Activation::name),
             flag(self.gate, self.slope.map_or("gate", Activation::name_of_slope)),
             flag(self.residual, "residual"),
+            flag(self.factor.is_some(), "factor"),
         ]
         .into_iter()
         .flatten()
@@ -277,7 +338,16 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             ComptimeOption::Some(residual) => out += Vector::cast_from(residual[at]),
             ComptimeOption::None => {}
         }
-        out
+        self.scaled(out)
+    }
+
+    fn scaled<W: Size>(&self, value: Vector<f32, W>) -> Vector<f32, W> {
+        let mut value = value;
+        if comptime!(self.epilogue.factor.is_some()) {
+            let factor = comptime!(self.epilogue.factor.map_or(1.0, Constant::value));
+            value *= Vector::new(factor.runtime());
+        }
+        value
     }
 
     /// Returns the result of one sum, at element `at` and column `col`; for `N` = 1.
@@ -386,6 +456,10 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
+        #[unroll]
+        for j in 0..4usize {
+            values[j] = self.scaled::<W>(values[j]);
+        }
     }
 }
 
@@ -470,7 +544,29 @@ pub(crate) fn activation(
         Some(Activation::Silu) => x * inverse(1.0 + exp(-x, by), by),
         Some(Activation::Gelu) => x * 0.5 * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2)),
         Some(Activation::GeluTanh) => gelu_tanh(x, by),
+        Some(Activation::Relu) => clipped(x, 0.0f32, f32::INFINITY),
+        Some(Activation::Sigmoid) => inverse(1.0f32 + exp(-x, by), by),
+        Some(Activation::Tanh) => x.tanh(),
+        Some(Activation::HardSigmoid { scale, shift }) => {
+            let line = x * comptime!(scale.value()) + comptime!(shift.value());
+            clipped(line, 0.0f32, 1.0f32)
+        }
+        Some(Activation::HardSwish) => {
+            x * clipped(x * comptime!(1.0f32 / 6.0) + 0.5f32, 0.0f32, 1.0f32)
+        }
+        Some(Activation::Clip { low, high }) => {
+            clipped(x, comptime!(low.value()), comptime!(high.value()))
+        }
+        Some(Activation::LeakyRelu { slope }) => {
+            select(x < 0.0f32, x * comptime!(slope.value()), x)
+        }
     }
+}
+
+/// Clips x; a NaN stays one, unlike with `min` and `max`.
+#[cube]
+fn clipped(x: f32, #[comptime] low: f32, #[comptime] high: f32) -> f32 {
+    select(x < low, low.runtime(), select(x > high, high.runtime(), x))
 }
 
 /// (1 + tanh(u)) / 2 is the logistic function of 2u, with u = √(2/π) · (x + 0.044715 x³).
@@ -488,7 +584,39 @@ pub(crate) fn slope(x: f32, #[comptime] activation: Activation, #[comptime] by: 
         Some(Activation::Silu) => silu_slope(x, by),
         Some(Activation::Gelu) => gelu_slope(x),
         Some(Activation::GeluTanh) => gelu_tanh_slope(x, by),
+        Some(Activation::Relu) => select(x > 0.0f32, 1.0f32.runtime(), nothing(x)),
+        Some(Activation::Sigmoid) => {
+            let share = inverse(1.0f32 + exp(-x, by), by);
+            share * (1.0f32 - share)
+        }
+        Some(Activation::Tanh) => {
+            let value = x.tanh();
+            1.0f32 - value * value
+        }
+        Some(Activation::HardSigmoid { scale, shift }) => {
+            let line = x * comptime!(scale.value()) + comptime!(shift.value());
+            let inside = line > 0.0f32 && line < 1.0f32;
+            select(inside, comptime!(scale.value()).runtime(), nothing(x))
+        }
+        Some(Activation::HardSwish) => {
+            let inside = x * comptime!(1.0f32 / 3.0) + 0.5f32;
+            let above = select(x >= 3.0f32, 1.0f32.runtime(), inside);
+            select(x <= -3.0f32, 0.0f32.runtime(), above)
+        }
+        Some(Activation::Clip { low, high }) => {
+            let inside = x > comptime!(low.value()) && x < comptime!(high.value());
+            select(inside, 1.0f32.runtime(), nothing(x))
+        }
+        Some(Activation::LeakyRelu { slope }) => {
+            select(x > 0.0f32, 1.0f32.runtime(), comptime!(slope.value()) + nothing(x))
+        }
     }
+}
+
+/// Returns 0; a NaN stays one.
+#[cube]
+fn nothing(x: f32) -> f32 {
+    select(x <= f32::INFINITY, 0.0f32.runtime(), x)
 }
 
 #[cube]

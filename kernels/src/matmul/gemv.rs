@@ -208,7 +208,6 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let first = block / blocks_m * comptime!(config.columns_of_cube());
     // A group has fewer blocks than the whole of lhs.
     if first < dims.n && row0 < row_end {
-        let columns = dims.columns(CUBE_POS_Y);
         let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
         let col0 = first + group * config.cols;
 
@@ -297,6 +296,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             let (row, col) = (row0 + r, first + col);
             if row < row_end && col < dims.n {
                 let at = out_start + row as usize * dims.out_stride + col as usize;
+                let columns = dims.columns(CUBE_POS_Y, row);
                 let value = finish.one(sum, at, col, &columns);
                 out[at] = Vector::new(E::cast_from(value));
             }

@@ -64,7 +64,7 @@ use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
 pub use config::MatmulConfig;
 pub use cpu_gemv::CpuGemvConfig;
-pub use epilogue::{Activation, Epilogue, EpilogueBuffers};
+pub use epilogue::{Activation, Constant, Epilogue, EpilogueBuffers};
 pub(crate) use epilogue::{Arithmetic, activation, slope};
 pub use fma::FmaConfig;
 pub use gemv::GemvConfig;
@@ -84,7 +84,7 @@ pub(crate) use epilogue::{Columns, Finish, FinishLaunch};
 pub(crate) use gemv::MAX_NORMED_ROWS;
 pub(crate) use norm_weight::{NormWeight, NormWeightLaunch, weight_pair};
 pub(crate) use path::{IN_FLIGHT, Path, plane_inst};
-pub(crate) use window::{Gather, GatherLaunch};
+pub(crate) use window::{Corner, Gather, GatherLaunch, Tap};
 
 use crate::elem::elem;
 use crate::launch::launch;

@@ -196,7 +196,6 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     // A group has fewer blocks than the whole of lhs.
     if block < blocks_m * blocks_n && row0 < row_end {
         let col0 = block % blocks_n * block_n;
-        let columns = dims.columns(CUBE_POS_Y);
         let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
         let height = min(row_end - row0, block_m);
 
@@ -247,6 +246,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
 
         for row in 0..height {
             let line = out_start + (row0 + row) as usize * dims.out_stride;
+            let columns = dims.columns(CUBE_POS_Y, row0 + row);
             #[unroll]
             for j in 0..vectors {
                 let col = col0 + comptime!(j as u32 * config.vector);

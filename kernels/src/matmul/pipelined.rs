@@ -166,7 +166,6 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let unit = plane * plan.plane + lane;
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row_start, row_end) = dims.rows(CUBE_POS_Y);
-    let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
         // The grid has enough blocks for a group that spans all of lhs.
@@ -278,6 +277,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                     if row < row_end && col < dims.n {
                         let at = out_start + row as usize * dims.out_stride + col as usize;
                         let sum = f32::reinterpret(four.extract(e));
+                        let columns = dims.columns(CUBE_POS_Y, row);
                         let value = finish.one(sum, at, col, &columns);
                         out[at] = Vector::new(E::cast_from(value));
                     }

@@ -128,6 +128,9 @@ pub struct MatmulProblem {
     /// Batches are neighbouring columns of one result `[m, batch · n]`, as are the groups of a convolution.
     #[serde(default)]
     pub interleaved: bool,
+    /// Rows that share a row of the bias, which is then `[m / period, n]`; 0 for one row of all.
+    #[serde(default)]
+    pub period: u32,
 }
 
 /// Reason why a matmul problem is invalid.
@@ -187,6 +190,7 @@ impl MatmulProblem {
             norm: None,
             window: None,
             interleaved: false,
+            period: 0,
         }
         .checked()
     }
@@ -284,8 +288,12 @@ impl MatmulProblem {
 
     /// Number of elements of the bias.
     pub fn bias_len(&self) -> usize {
-        let groups = if self.grouped || self.interleaved { self.batch() } else { 1 };
-        (groups * u64::from(self.n)) as usize
+        let rows = match self.period {
+            _ if self.grouped || self.interleaved => self.batch(),
+            0 => 1,
+            period => self.m.div_ceil(period).into(),
+        };
+        (rows * u64::from(self.n)) as usize
     }
 
     fn lhs_contiguous(&self) -> u32 {

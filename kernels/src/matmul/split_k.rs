@@ -68,7 +68,9 @@ pub(crate) fn add(
             FinishLaunch::from_buffers(problem.epilogue, epilogue, bias, vectors),
             vectors,
             problem.n,
+            problem.period,
             parts,
+            problem.period > 0,
             glu,
             [elem(problem.precision.storage()), elem(problem.out)],
         );
@@ -83,7 +85,9 @@ fn add_parts<F: Float, E: Float, N: Size>(
     finish: Finish<F, E, N>,
     len: usize,
     columns: u32,
+    period: u32,
     parts: u32,
+    #[comptime] periodic: bool,
     #[comptime] glu: bool,
     #[define(F, E)] _dtypes: [ElemType; 2],
 ) {
@@ -101,7 +105,12 @@ fn add_parts<F: Float, E: Float, N: Size>(
             out[i] = Vector::cast_from(value);
         } else {
             let sum = sum_of::<N>(partials, i, len, parts);
-            let columns = Columns { first: 0usize.runtime(), count: columns };
+            let mut first = 0usize.runtime();
+            if comptime!(periodic) {
+                let row = i * N::value() / columns as usize;
+                first = row / period as usize * columns as usize;
+            }
+            let columns = Columns { first, count: columns };
             let value = finish.vector::<N>(sum, i, col, &columns);
             out[i] = Vector::cast_from(value);
         }

@@ -206,7 +206,6 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let unit = plane * plan.plane + lane;
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row_start, row_end) = dims.rows(CUBE_POS_Y);
-    let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
         // The grid has enough blocks for a group that spans all of lhs.
@@ -330,6 +329,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 let col = col0 + from_n + comptime!(16 * j as u32) + e % 16;
                 if row < row_end && col < dims.n {
                     let at = out_start + row as usize * dims.out_stride + col as usize;
+                    let columns = dims.columns(CUBE_POS_Y, row);
                     let value = finish.one(shared_out[(own + e) as usize], at, col, &columns);
                     out[at] = Vector::new(E::cast_from(value));
                 }

@@ -119,15 +119,15 @@ pub(crate) struct Gather<F: Float, N: Size> {
     height: u32,
     width: u32,
     /// Windows of an image, and of a row of it.
-    windows: u32,
+    pub(crate) windows: u32,
     across: u32,
     /// Channels of the first image, and of both.
     pub(crate) first: u32,
     pub(crate) channels: u32,
     pub(crate) pitch: u32,
     pub(crate) second_pitch: u32,
-    rows: u32,
-    cols: u32,
+    pub(crate) rows: u32,
+    pub(crate) cols: u32,
     stride_y: u32,
     stride_x: u32,
     dilation_y: u32,

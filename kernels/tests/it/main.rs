@@ -179,11 +179,12 @@ fn every_epilogue_is_another_program_and_so_are_groups() {
     let config = Matmul::baseline(device.profile(), &plain).expect("the CPU multiplies f32");
     let mut hashes = std::collections::BTreeSet::new();
     let mut count = 0;
-    for activation in [None].into_iter().chain(Activation::ALL.map(Some)) {
+    for activation in [None].into_iter().chain(Activation::SMOOTH.map(Some)) {
         for flags in 0..16 {
             let [bias, gate, residual, pre_activation] = [1, 2, 4, 8].map(|flag| flags & flag > 0);
             let slope = activation.filter(|_| gate && pre_activation);
-            let epilogue = Epilogue { bias, pre_activation, activation, gate, slope, residual };
+            let epilogue =
+                Epilogue { bias, pre_activation, activation, gate, slope, residual, factor: None };
             for out in [DType::F32, DType::F16] {
                 let problem = MatmulProblem { epilogue, out, ..plain };
                 let arch = device.profile();

@@ -94,7 +94,7 @@ fn epilogue() -> impl Strategy<Value = Epilogue> {
     (any::<[bool; 4]>(), activation, slope).prop_map(
         |([bias, pre_activation, gate, residual], activation, slope)| {
             let slope = slope.filter(|_| gate);
-            Epilogue { bias, pre_activation, activation, gate, slope, residual }
+            Epilogue { bias, pre_activation, activation, gate, slope, residual, factor: None }
         },
     )
 }

@@ -8,7 +8,7 @@ use crate::DType;
 use crate::norm::Norm;
 
 /// An activation function.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
     /// x·σ(x).
     Silu,
@@ -16,6 +16,33 @@ pub enum Activation {
     Gelu,
     /// GELU by the tanh formula of Hendrycks and Gimpel (2016).
     GeluTanh,
+    /// max(x, 0).
+    Relu,
+    /// 1 / (1 + exp(-x)).
+    Sigmoid,
+    /// tanh(x).
+    Tanh,
+    /// clip(scale·x + shift, 0, 1).
+    HardSigmoid {
+        /// Slope in the middle.
+        scale: f32,
+        /// Value at 0.
+        shift: f32,
+    },
+    /// x·clip(x/6 + 1/2, 0, 1).
+    HardSwish,
+    /// x between two bounds.
+    Clip {
+        /// Lower bound.
+        low: f32,
+        /// Upper bound.
+        high: f32,
+    },
+    /// x, and slope·x below 0.
+    LeakyRelu {
+        /// Slope below 0.
+        slope: f32,
+    },
 }
 
 /// Arithmetic for the sums of a matmul, f32 or f64.
@@ -31,6 +58,7 @@ pub(super) trait Number:
     + Div<Output = Self>
     + Neg<Output = Self>
     + From<f32>
+    + PartialOrd
 {
     fn exp(self) -> Self;
     fn erf(self) -> Self;
@@ -86,6 +114,26 @@ impl Number for f64 {
     }
 }
 
+/// Returns x between two bounds; a NaN stays one.
+fn clip<T: Number>(x: T, low: T, high: T) -> T {
+    if x < low {
+        low
+    } else if x > high {
+        high
+    } else {
+        x
+    }
+}
+
+/// Returns a value where a condition on x holds, else 0; a NaN stays one.
+fn step<T: Number>(x: T, holds: bool, value: T) -> T {
+    match x.partial_cmp(&x) {
+        None => x,
+        Some(_) if holds => value,
+        Some(_) => T::from(0.0),
+    }
+}
+
 impl Activation {
     pub(super) fn apply<T: Number>(self, x: T) -> T {
         let one = T::from(1.0);
@@ -95,6 +143,21 @@ impl Activation {
             Self::GeluTanh => {
                 let root = T::near((2.0 / std::f64::consts::PI).sqrt());
                 x * T::near(0.5) * (one + (root * (x + T::near(0.044_715) * x * x * x)).tanh())
+            }
+            Self::Relu => clip(x, T::from(0.0), T::from(f32::INFINITY)),
+            Self::Sigmoid => one / (one + (-x).exp()),
+            Self::Tanh => x.tanh(),
+            Self::HardSigmoid { scale, shift } => {
+                clip(x * T::from(scale) + T::from(shift), T::from(0.0), one)
+            }
+            Self::HardSwish => x * clip(x * T::near(1.0 / 6.0) + T::near(0.5), T::from(0.0), one),
+            Self::Clip { low, high } => clip(x, T::from(low), T::from(high)),
+            Self::LeakyRelu { slope } => {
+                if x < T::from(0.0) {
+                    x * T::from(slope)
+                } else {
+                    x
+                }
             }
         }
     }
@@ -122,6 +185,23 @@ impl Activation {
                 let tanh = (root * (x + T::near(0.044_715) * x * x * x)).tanh();
                 let inner = root * (one + T::near(3.0 * 0.044_715) * x * x);
                 half * (one + tanh) + half * x * (one - tanh * tanh) * inner
+            }
+            Self::Relu => step(x, x > T::from(0.0), one),
+            Self::Sigmoid => {
+                let share = one / (one + (-x).exp());
+                share * (one - share)
+            }
+            Self::Tanh => one - x.tanh() * x.tanh(),
+            Self::HardSigmoid { scale, shift } => {
+                let line = x * T::from(scale) + T::from(shift);
+                step(x, line > T::from(0.0) && line < one, T::from(scale))
+            }
+            Self::HardSwish if x <= T::from(-3.0) => T::from(0.0),
+            Self::HardSwish if x >= T::from(3.0) => one,
+            Self::HardSwish => x * T::near(1.0 / 3.0) + half,
+            Self::Clip { low, high } => step(x, x > T::from(low) && x < T::from(high), one),
+            Self::LeakyRelu { slope } => {
+                step(x, x > T::from(0.0), one - T::from(slope)) + T::from(slope)
             }
         }
     }

@@ -387,6 +387,19 @@ pub(crate) const fn reference_activation(activation: Activation) -> reference::A
         Activation::Silu => reference::Activation::Silu,
         Activation::Gelu => reference::Activation::Gelu,
         Activation::GeluTanh => reference::Activation::GeluTanh,
+        Activation::Relu => reference::Activation::Relu,
+        Activation::Sigmoid => reference::Activation::Sigmoid,
+        Activation::Tanh => reference::Activation::Tanh,
+        Activation::HardSigmoid { scale, shift } => {
+            reference::Activation::HardSigmoid { scale: scale.value(), shift: shift.value() }
+        }
+        Activation::HardSwish => reference::Activation::HardSwish,
+        Activation::Clip { low, high } => {
+            reference::Activation::Clip { low: low.value(), high: high.value() }
+        }
+        Activation::LeakyRelu { slope } => {
+            reference::Activation::LeakyRelu { slope: slope.value() }
+        }
     }
 }
 

@@ -389,7 +389,7 @@ impl KernelSuite for Matmul {
             odd([col, row], Tf32),
         ]);
         // Epilogues of layers, and all parts at once.
-        let [silu, gelu, tanh] = Activation::ALL.map(Some);
+        let [silu, gelu, tanh] = Activation::SMOOTH.map(Some);
         for epilogue in [
             Epilogue { bias: true, activation: gelu, ..none },
             Epilogue { gate: true, activation: silu, ..none },
@@ -585,9 +585,9 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
         (none, other),
         (all_parts(None), other),
     ];
-    parts.extend(Activation::ALL.map(|a| (all_parts(Some(a)), own)));
+    parts.extend(Activation::SMOOTH.map(|a| (all_parts(Some(a)), own)));
     // A layer's forward and backward pass.
-    for activation in Activation::ALL {
+    for activation in Activation::SMOOTH {
         let forward = Epilogue { pre_activation: true, activation: Some(activation), ..none };
         parts.push((Epilogue { bias: true, ..forward }, own));
         parts.push((Epilogue { gate: true, slope: Some(activation), ..none }, own));

@@ -30,7 +30,6 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (group, lane) = (unit / 32, unit % 32);
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
     let (row_start, row_end) = dims.rows(CUBE_POS_Y);
-    let columns = dims.columns(CUBE_POS_Y);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
         // The grid has enough blocks for a group that spans all of lhs.
@@ -85,6 +84,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     for i in 0..own_m {
         let row = row0 + unit_m + comptime!(plan.lhs.nth(i as u32, width_lhs));
         if comptime!(plan.exact) || row < row_end {
+            let columns = dims.columns(CUBE_POS_Y, row);
             let (first, end) = (start_out + row as usize * dims.out_stride, out.len());
             let first = first + (col0 + unit_n) as usize;
             // Results of a row lie at constant distances, so one address suffices; registers have

@@ -58,7 +58,6 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
     let rows = comptime!(rows_ahead(finish.epilogue).min(all));
     let exact = comptime!(plan.exact);
     let (_, _, start) = dims.batch(item.batch as usize);
-    let columns = dims.columns(item.batch);
     #[unroll]
     for block in 0..comptime!(all / rows) {
         let mut ahead = Array::<Vector<u32, Const<4>>>::new(comptime!(rows * quads));
@@ -69,7 +68,7 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
             #[unroll]
             for quad in 0..quads {
                 let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
-                let inside = comptime!(exact) || (row < item.row_end && mine < columns.count);
+                let inside = comptime!(exact) || (row < item.row_end && mine < dims.n);
                 let at = (line + mine as usize) / 8;
                 ahead[comptime!(i * quads + quad)] = finish.ahead(at, inside);
             }
@@ -80,6 +79,7 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
             let row = row + comptime!(8 * own as u32) + lane / 4;
             let line = start + row as usize * dims.out_stride;
             if comptime!(exact) || row < item.row_end {
+                let columns = dims.columns(item.batch, row);
                 #[unroll]
                 for quad in 0..quads {
                     let mut pairs = Array::<Pair>::new(4usize);
@@ -117,12 +117,12 @@ fn store_pairs<F: Float, E: Float, A: Accumulators, NO: Size>(
     let width = NO::value();
     let exact = comptime!(plan.exact);
     let (_, _, start) = dims.batch(item.batch as usize);
-    let columns = dims.columns(item.batch);
     #[unroll]
     for i in 0..comptime!(wm as usize / 8) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
         let line = start + row as usize * dims.out_stride;
         if comptime!(exact) || row < item.row_end {
+            let columns = dims.columns(item.batch, row);
             #[unroll]
             for j in 0..frags_n {
                 let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
