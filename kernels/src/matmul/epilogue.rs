@@ -563,10 +563,18 @@ pub(crate) fn activation(
     }
 }
 
-/// Clips x; a NaN stays one, unlike with `min` and `max`.
+/// Clips x to bounds that may be infinite; a NaN stays one, unlike with `min` and `max`.
 #[cube]
 fn clipped(x: f32, #[comptime] low: f32, #[comptime] high: f32) -> f32 {
-    select(x < low, low.runtime(), select(x > high, high.runtime(), x))
+    let mut value = x;
+    // WGSL has no infinite constants.
+    if comptime!(high.is_finite()) {
+        value = select(x > high, high.runtime(), value);
+    }
+    if comptime!(low.is_finite()) {
+        value = select(x < low, low.runtime(), value);
+    }
+    value
 }
 
 /// (1 + tanh(u)) / 2 is the logistic function of 2u, with u = √(2/π) · (x + 0.044715 x³).
@@ -604,7 +612,9 @@ pub(crate) fn slope(x: f32, #[comptime] activation: Activation, #[comptime] by: 
             select(x <= -3.0f32, 0.0f32.runtime(), above)
         }
         Some(Activation::Clip { low, high }) => {
-            let inside = x > comptime!(low.value()) && x < comptime!(high.value());
+            // Equal to x where it is not clipped.
+            let value = clipped(x, comptime!(low.value()), comptime!(high.value()));
+            let inside = value == x && value != bound(low) && value != bound(high);
             select(inside, 1.0f32.runtime(), nothing(x))
         }
         Some(Activation::LeakyRelu { slope }) => {
@@ -613,10 +623,17 @@ pub(crate) fn slope(x: f32, #[comptime] activation: Activation, #[comptime] by: 
     }
 }
 
+/// Returns a bound, or a large number in place of an infinite one.
+#[cube]
+fn bound(#[comptime] constant: Constant) -> f32 {
+    let value = comptime!(constant.value().clamp(f32::MIN, f32::MAX));
+    value.runtime()
+}
+
 /// Returns 0; a NaN stays one.
 #[cube]
 fn nothing(x: f32) -> f32 {
-    select(x <= f32::INFINITY, 0.0f32.runtime(), x)
+    select(x < 1.0f32 || x >= 1.0f32, 0.0f32.runtime(), x)
 }
 
 #[cube]
