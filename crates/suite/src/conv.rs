@@ -380,6 +380,8 @@ impl KernelSuite for Conv {
         let full = all_parts(Some(Activation::Silu));
         vec![
             all(base(F16)),
+            // Whole tiles.
+            first(ConvProblem { filters: 640, ..base(F16) }),
             first(base(Bf16)),
             first(base(F16Acc16)),
             first(base(Tf32)),

@@ -39,6 +39,22 @@ pub(crate) fn store<F: Float, E: Float, A: Accumulators, NO: Size>(
     }
 }
 
+/// Returns the elements between rows of the result. One number in place of two saves registers.
+#[cube]
+fn line_of(dims: &Dims) -> usize {
+    if comptime!(dims.interleaved) { dims.out_stride } else { dims.n as usize }
+}
+
+/// Returns the columns of a row, which are those of all rows unless the bias changes.
+#[cube]
+fn columns_of(dims: &Dims, all_rows: &Columns, batch: u32, row: u32) -> Columns {
+    if comptime!(dims.periodic) {
+        dims.columns(batch, row)
+    } else {
+        Columns { first: all_rows.first, count: all_rows.count }
+    }
+}
+
 /// Loads for several rows come first, so that they wait together: the compiler moves no load before a store.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "one matrix, one place, one edge")]
@@ -58,17 +74,18 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
     let rows = comptime!(rows_ahead(finish.epilogue).min(all));
     let exact = comptime!(plan.exact);
     let (_, _, start) = dims.batch(item.batch as usize);
+    let all_rows = dims.columns(item.batch, item.row);
     #[unroll]
     for block in 0..comptime!(all / rows) {
         let mut ahead = Array::<Vector<u32, Const<4>>>::new(comptime!(rows * quads));
         #[unroll]
         for i in 0..rows {
             let row = row + comptime!(8 * (block * rows + i) as u32) + lane / 4;
-            let line = start + row as usize * dims.out_stride;
+            let line = start + row as usize * line_of(dims);
             #[unroll]
             for quad in 0..quads {
                 let mine = col + comptime!(32 * quad as u32) + lane % 4 * 8;
-                let inside = comptime!(exact) || (row < item.row_end && mine < dims.n);
+                let inside = comptime!(exact) || (row < item.row_end && mine < all_rows.count);
                 let at = (line + mine as usize) / 8;
                 ahead[comptime!(i * quads + quad)] = finish.ahead(at, inside);
             }
@@ -77,9 +94,9 @@ fn store_quads<F: Float, E: Float, A: Accumulators, NO: Size>(
         for i in 0..rows {
             let own = comptime!(block * rows + i);
             let row = row + comptime!(8 * own as u32) + lane / 4;
-            let line = start + row as usize * dims.out_stride;
+            let line = start + row as usize * line_of(dims);
             if comptime!(exact) || row < item.row_end {
-                let columns = dims.columns(item.batch, row);
+                let columns = columns_of(dims, &all_rows, item.batch, row);
                 #[unroll]
                 for quad in 0..quads {
                     let mut pairs = Array::<Pair>::new(4usize);
@@ -117,12 +134,13 @@ fn store_pairs<F: Float, E: Float, A: Accumulators, NO: Size>(
     let width = NO::value();
     let exact = comptime!(plan.exact);
     let (_, _, start) = dims.batch(item.batch as usize);
+    let all_rows = dims.columns(item.batch, item.row);
     #[unroll]
     for i in 0..comptime!(wm as usize / 8) {
         let row = row + comptime!(8 * i as u32) + lane / 4;
-        let line = start + row as usize * dims.out_stride;
+        let line = start + row as usize * line_of(dims);
         if comptime!(exact) || row < item.row_end {
-            let columns = dims.columns(item.batch, row);
+            let columns = columns_of(dims, &all_rows, item.batch, row);
             #[unroll]
             for j in 0..frags_n {
                 let left = col + comptime!(8 * j as u32) + lane % 4 * 2;
