@@ -296,7 +296,7 @@ mod tests {
         assert_eq!(unused(entry), None);
         let old = Entry { key: tune::Key { version: 0, ..entry.key.clone() }, ..entry.clone() };
         assert!(unused(&old).is_some_and(|why| why.contains("version 0")));
-        let gone = tune::Key { kernel: "conv".to_owned(), ..entry.key.clone() };
+        let gone = tune::Key { kernel: "warp".to_owned(), ..entry.key.clone() };
         assert!(unused(&Entry { key: gone, ..entry.clone() }).is_some());
         let mut config = entry.config.clone();
         config.as_object_mut().expect("fields").insert("wings".to_owned(), 2.into());
@@ -306,8 +306,8 @@ mod tests {
 
     #[test]
     fn a_filter_that_matches_nothing_is_the_callers_mistake() {
-        let text = show(&TuneCache::shipped(), Some("conv")).expect_err("no such key").to_string();
-        assert!(text.contains("no result matches `conv`\nhint: "), "{text}");
+        let text = show(&TuneCache::shipped(), Some("warp")).expect_err("no such key").to_string();
+        assert!(text.contains("no result matches `warp`\nhint: "), "{text}");
         assert!(show(&TuneCache::default(), None).is_ok(), "nothing is kept yet");
     }
 
