@@ -11,6 +11,8 @@
 //! | 64 x 64 pixels of 320 channels, 3 x 3 taps, f16 (H200 as RTX 4090; a copy takes 1.3 us) | us |
 //! |---|---|
 //! | a unit for each result | 32.9 |
+//! | 16 bytes of channels of four pixels a unit | 10.6 |
+//! | cuDNN, same call | 6.6 |
 
 use arch::ArchProfile;
 use cubecl::ir::ElemType;
@@ -92,21 +94,23 @@ pub(super) fn launch(
 ) {
     let [x, second, filters, out] = problem.lens().map(|len| len as usize);
     let window = problem.window();
-    let lanes = lanes(problem) as usize;
+    let (lanes, storage) = (lanes(problem) as usize, problem.precision.storage());
+    let cubes = |units: usize| {
+        let cubes = (units as u64).div_ceil(config.units.into());
+        let [max, _] = queue.profile().max_cubes();
+        let lines = cubes.div_ceil(max.into());
+        CubeCount::Static(cubes.div_ceil(lines) as u32, lines as u32, 1)
+    };
     if lanes > 1 {
         let strips = out / problem.filters as usize / window.output[1] as usize
             * window.output[1].div_ceil(config.results) as usize;
         let all = strips * (problem.filters as usize / lanes);
-        let cubes = (all as u64).div_ceil(config.units.into());
-        let [max, _] = queue.profile().max_cubes();
-        let lines = cubes.div_ceil(max.into());
-        let storage = problem.precision.storage();
         // SAFETY: the handles have the lengths of the problem, and the kernel checks its index.
         unsafe {
             launch!(
                 queue,
                 depthwise,
-                CubeCount::Static(cubes.div_ceil(lines) as u32, lines as u32, 1),
+                cubes(all),
                 CubeDim::new_1d(config.units),
                 index_width([x, filters, out].into_iter().max().unwrap_or(0) as u64),
                 lanes,
@@ -129,16 +133,12 @@ pub(super) fn launch(
         }
         return;
     }
-    let cubes = (out as u64).div_ceil(u64::from(config.units) * u64::from(config.results));
-    let [max, _] = queue.profile().max_cubes();
-    let lines = cubes.div_ceil(max.into());
-    let storage = problem.precision.storage();
     // SAFETY: the handles have the lengths of the problem, and the kernel checks its index.
     unsafe {
         launch!(
             queue,
             convolve,
-            CubeCount::Static(cubes.div_ceil(lines) as u32, lines as u32, 1),
+            cubes(out.div_ceil(config.results as usize)),
             CubeDim::new_1d(config.units),
             index_width([x, second, filters, out].into_iter().max().unwrap_or(0) as u64),
             1,

@@ -1,9 +1,9 @@
-//! out = residual + gate · activation(x ∗ w + bias)    channels last
+//! out = factor · (residual + gate · activation(x ∗ w + bias))    channels last
 //!
 //! ```text
 //! out[n, y, x, f] = Σ over r, s, c:  x[n, y·stride + r·dilation - top, x·stride + s·dilation - left, c] · w[f, r, s, c]
 //!   x: [batch, height, width, channels]   w: [filters, rows, cols, channels / groups]
-//!   out, gate, residual: [batch, out height, out width, filters]   bias: [filters]
+//!   out, gate, residual: [batch, out height, out width, filters]   bias: [filters] or [batch, filters]
 //! ```
 //!
 //! Channels may come from two inputs, so that joining them costs nothing. x may be read twice as large, or with zeros between its

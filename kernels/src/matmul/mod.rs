@@ -1,4 +1,4 @@
-//! C = residual + gate · activation(A·B + bias)    A: `[batch, m, k]`   B: `[batch, k, n]`
+//! C = factor · (residual + gate · activation(A·B + bias))    A: `[batch, m, k]`   B: `[batch, k, n]`
 //! bias: `[n]`   C, gate, residual: `[batch, m, n]`
 //!
 //! ```text
@@ -16,6 +16,8 @@
 //! Alternatively, batches are groups: a buffer on the device assigns the rows of one A to them
 //! ([`MatmulProblem::grouped`]). `Gemv` alone can normalise the rows of A while it multiplies them
 //! ([`MatmulProblem::norm`]), because its groups of units read whole rows.
+//!
+//! Rows of A may be windows of an image, which makes the matmul a convolution ([`Window`]; `Mma`, `Fma` and `Packed`).
 //!
 //! Cost: `2·batch·m·n·k` flop; reads every operand element once, writes every result once.
 //!

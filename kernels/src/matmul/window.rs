@@ -7,8 +7,8 @@
 //! A pixel outside of the image is 0. Channels past those of the first image are those of a second one, so that nothing needs to be
 //! joined. [`Reading`] changes the image that the window slides over.
 //!
-//! Division is slow, so a unit decomposes its rows once a block, and its depth once a split of k. [`Lines`] then holds the pixel
-//! of each row at the unit's tap; it changes once in `channels` steps of k.
+//! Division is slow: the path of `mma.sync` decomposes its rows once a block, and its depth once a split of k
+//! ([`window_feed`](super::mma)). The other paths divide for every vector.
 //!
 //! Sources: Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning" (2014); Dumoulin and Visin, "A guide to convolution
 //! arithmetic for deep learning" (2016) for transposed convolutions.

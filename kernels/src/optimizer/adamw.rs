@@ -115,7 +115,7 @@ pub enum InvalidAdamW {
     #[error("expected master weights for f16 weights\nhint: add one, or train in bf16")]
     NoMaster,
     #[error(
-        "expected moments in f32, and no master weights for momentum, with another rule than AdamW\nhint: use AdamW"
+        "momentum and descent need moments in f32, and momentum no master weights\nhint: use AdamW"
     )]
     Momentum,
     #[error("expected {name} {range}, got {value}\nhint: check the options of the optimizer")]

@@ -57,8 +57,8 @@ impl PlannedModel {
             ("--recompute layers --optimizer adamw8", of(master, Moments::Int8, training.offload)),
         ];
         if narrow && master {
-            let exactless = of(false, Moments::Int8, training.offload);
-            here.push(("--recompute layers --optimizer adamw8 --no-master", exactless));
+            let without_master = of(false, Moments::Int8, training.offload);
+            here.push(("--recompute layers --optimizer adamw8 --no-master", without_master));
         }
         let state = Offload { optimizer: true, gradients: false, inputs: false };
         let all = Offload { optimizer: true, gradients: true, inputs: true };

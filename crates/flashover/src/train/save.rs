@@ -49,6 +49,11 @@ impl Trainer {
 
     fn write(&self, folder: &mut Staged) -> Result<(), TrainError> {
         self.stage(folder)?;
+        self.publish(folder)
+    }
+
+    /// Puts the staged files into the folder. An index would lead to files of an earlier model.
+    fn publish(&self, folder: &mut Staged) -> Result<(), TrainError> {
         folder.publish().map_err(models::Error::from)?;
         if matches!(self.subject, Subject::Weights { .. }) {
             folder.remove(INDEX).map_err(models::Error::from)?;
@@ -100,11 +105,7 @@ impl Trainer {
             let path = folder.path().join(RUN);
             fs::write(&path, format!("{text:#}\n")).map_err(writing(&path))?;
         }
-        folder.publish().map_err(models::Error::from)?;
-        if matches!(self.subject, Subject::Weights { .. }) {
-            folder.remove(INDEX).map_err(models::Error::from)?;
-        }
-        Ok(())
+        self.publish(folder)
     }
 
     /// Continues the run that [`Trainer::checkpoint_into`] saved in a folder. The trainer has the weights or the adapter of that

@@ -3,6 +3,15 @@
 //! A unit copies the same columns of several rows of every lhs tile. It holds the pixel of each row at its tap, and the address of
 //! its channel in the image; a copy takes one multiply-add of the two. Pixels change with the tap, once in `channels / tile_k`
 //! tiles. Without a pixel, `cp.async` writes zeros and reads nothing.
+//!
+//! Speed as a share of our matmul of equal sizes, f16, U-Net of Stable Diffusion 1.5 (H200 as RTX 4090):
+//!
+//! | version | 320 filters | 640 and 1280 filters |
+//! |---|---|---|
+//! | the divisions of a new item are predicated, and issued for every tile | 0.73 to 0.78 | 0.76 to 0.86 |
+//! | a barrier keeps their branch; not where all tiles are whole | 0.91 to 1.03 | 0.76 to 0.83 |
+//!
+//! Records: `benches/baselines/cuda-sm90-132@rtx4090/conv.jsonl`.
 
 use cubecl::prelude::*;
 
@@ -162,7 +171,7 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
     fn take_next(&self, gather: &Gather<G, NG>, #[comptime] plan: MmaPlan) {
         let next = &self.next;
         if self.tiles.read() == 0 && next.tiles.read() > 0 {
-            // Keeps the branch: the compiler would predicate its divisions, and issue them for every tile.
+            // Keeps the branch, unless all tiles are whole: see the ladder.
             sync_plane();
             #[unroll]
             for i in 0..comptime!(plan.lhs.copies()) {
