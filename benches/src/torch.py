@@ -405,6 +405,25 @@ def conv(case, dtype):
     return run
 
 
+def group_norm(case, dtype):
+    """Returns a group norm with SiLU and channels last, fused by torch.compile."""
+    size = int(case["pixels"] ** 0.5)
+    shape = (case["batch"], case["channels"], size, case["pixels"] // size)
+    last = dict(device="cuda", dtype=dtype, memory_format=torch.channels_last)
+    made = [torch.empty(shape, **last).normal_() for _ in range(case["sets"])]
+    weight, bias = (torch.randn(case["channels"], device="cuda", dtype=dtype) for _ in range(2))
+    turns = itertools.cycle(made)
+
+    @torch.compile
+    def out(x):
+        return torch.nn.functional.silu(torch.nn.functional.group_norm(x, case["groups"], weight, bias, 1e-5))
+
+    def run():
+        out(next(turns))
+
+    return run
+
+
 def embed_backward(case, dtype):
     """Returns the gradient of an embedding table."""
     rows, hidden, vocab = case["rows"], case["hidden"], case["vocab"]
@@ -424,6 +443,7 @@ def embed_backward(case, dtype):
 OPS = {
     "activate": activate,
     "conv": conv,
+    "group_norm": group_norm,
     "activation_backward": activation_backward,
     "embed_backward": embed_backward,
     "norm_backward": norm_backward,

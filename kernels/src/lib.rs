@@ -18,6 +18,7 @@ mod elem;
 pub mod embed;
 pub mod embed_backward;
 mod fits;
+pub mod group_norm;
 pub mod int8;
 mod launch;
 pub mod matmul;

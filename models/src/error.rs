@@ -192,6 +192,47 @@ pub enum Error {
         /// Error of the op.
         why: Box<ops::OpError>,
     },
+    /// A weight with values that are infinite or NaN in the compute dtype.
+    #[error(
+        "tensor {tensor} has values that are infinite or NaN in {dtype}\nhint: compute in f32 or bf16, or download the \
+         weights again"
+    )]
+    NotFinite {
+        /// Name of the tensor.
+        tensor: String,
+        /// The compute dtype.
+        dtype: &'static str,
+    },
+    /// A sample whose size the levels of a U-Net do not divide.
+    #[error(
+        "expected height and width that are multiples of {multiple}, got {size:?}\nhint: resize or pad the sample"
+    )]
+    SampleSize {
+        /// Height and width.
+        size: [usize; 2],
+        /// Their divisor.
+        multiple: usize,
+    },
+    /// An input of a U-Net with the wrong number of values, or one that the model needs or does not read.
+    #[error(
+        "expected {need} {what}, got {have}\nhint: pass what the model's config.json asks for, for each sample"
+    )]
+    UnetInput {
+        /// Name of the input.
+        what: &'static str,
+        /// Values given.
+        have: usize,
+        /// Values expected; 1 for any number of them.
+        need: usize,
+    },
+    /// A class that a U-Net does not have.
+    #[error("expected a class from 0 to {}, got {class}\nhint: pass the index of a class", count - 1)]
+    Class {
+        /// The class given.
+        class: f32,
+        /// Number of classes.
+        count: usize,
+    },
     /// A failure of the device, in its own words.
     #[error("the device failed: {0}")]
     Failed(String),

@@ -15,6 +15,7 @@
 //! | [`matrices`] | [`Linear`]: the weight matrices of a decoder |
 //! | [`footprint`] | [`Footprint`]: the memory of a [`Workload`] on a device, part by part |
 //! | [`shapes`] | configurations of some public models |
+//! | [`unet`] | U-Nets of diffusers, frame by frame |
 //!
 //! This crate does not use CubeCL. The bench takes its matmul cases from here, so that they have the shapes
 //! of real models.
@@ -48,6 +49,7 @@ pub mod parameters;
 pub mod rope;
 pub mod shapes;
 mod targets;
+pub mod unet;
 pub mod weights;
 mod workload;
 

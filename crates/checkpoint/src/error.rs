@@ -45,10 +45,10 @@ pub enum Error {
     Read { path: PathBuf, why: io::Error },
     /// The folder has neither of the two files.
     #[error(
-        "{} has neither model.safetensors nor model.safetensors.index.json{}", .folder.display(),
+        "{} has neither {stem}.safetensors nor {stem}.safetensors.index.json{}", .folder.display(),
         found.map_or_else(String::new, |found| format!("\nhint: {}", found.hint()))
     )]
-    NoWeights { folder: PathBuf, found: Option<Found> },
+    NoWeights { folder: PathBuf, stem: &'static str, found: Option<Found> },
     #[error("cannot write {}: {why}\nhint: {}", .path.display(), writable(.why))]
     Write { path: PathBuf, why: io::Error },
     /// The header is truncated, not JSON, or inconsistent with itself or the length of the file.

@@ -83,26 +83,35 @@ impl Checkpoint {
     /// not in their shards; [`Error::Twice`] for tensors in two shards.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
-        if path.is_dir() {
-            // A dangling link counts as an unreadable file, not as a missing one.
-            let absent = |file: &Path| {
-                file.symlink_metadata().is_err_and(|why| why.kind() == io::ErrorKind::NotFound)
-            };
-            let (whole, index) =
-                (path.join("model.safetensors"), path.join("model.safetensors.index.json"));
-            return match (absent(&whole), absent(&index)) {
-                (false, _) => Self::open_file(&whole),
-                (true, false) => Self::open_index(&index),
-                (true, true) => {
-                    let (folder, found) = (path.to_owned(), Found::in_folder(path));
-                    Err(Error::NoWeights { folder, found })
-                }
-            };
-        }
         match path.extension() {
+            _ if path.is_dir() => Self::open_stem(path, "model"),
             Some(extension) if extension == "json" => Self::open_index(path),
             _ => Self::open_file(path),
         }
+    }
+
+    /// Opens the weights of a folder whose file names begin with `stem`: one file, else an index of shards; else the same of
+    /// diffusers' variant `fp16`.
+    ///
+    /// # Errors
+    /// The errors of [`Checkpoint::open`].
+    pub fn open_stem(folder: &Path, stem: &'static str) -> Result<Self, Error> {
+        // A dangling link counts as an unreadable file, not as a missing one.
+        let there = |file: &Path| {
+            !file.symlink_metadata().is_err_and(|why| why.kind() == io::ErrorKind::NotFound)
+        };
+        for variant in ["", ".fp16"] {
+            let whole = folder.join(format!("{stem}{variant}.safetensors"));
+            if there(&whole) {
+                return Self::open_file(&whole);
+            }
+            let index = folder.join(format!("{stem}.safetensors.index{variant}.json"));
+            if there(&index) {
+                return Self::open_index(&index);
+            }
+        }
+        let found = Found::in_folder(folder);
+        Err(Error::NoWeights { folder: folder.to_owned(), stem, found })
     }
 
     /// Returns the names of all tensors, sorted.

@@ -21,6 +21,7 @@ mod train_log;
 mod train_saves;
 mod train_sizes;
 mod train_speed;
+mod unet_command;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -45,7 +46,7 @@ const TEMPLATE: &str = "\
 {options}";
 
 const GROUPS: [(&str, &[&str]); 5] = [
-    ("Run a model", &["generate", "chat", "tokenize", "logits"]),
+    ("Run a model", &["generate", "chat", "tokenize", "logits", "unet"]),
     ("Train and convert", &["train", "quantize"]),
     ("Measure and plan", &["bench", "profile", "compare", "plan"]),
     ("This machine", &["doctor", "monitor", "op"]),
@@ -140,6 +141,10 @@ enum Command {
     ///
     /// Example: flashover tokenize --model models/demo --prompt "Once upon a time"
     Tokenize(tokenize_command::Args),
+    /// Run, measure or plan a U-Net of diffusers, frame by frame
+    ///
+    /// Example: flashover unet bench --shape unet-38m,sd15 --batch 1,8 --dtype f16
+    Unet(unet_command::Args),
     /// Print a script that completes commands and options in a shell
     ///
     /// Example: flashover completions bash > ~/.local/share/bash-completion/completions/flashover
@@ -188,6 +193,7 @@ pub fn main() -> ExitCode {
         Command::Train(args) => train_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
+        Command::Unet(args) => unet_command::run(&args),
         Command::Completions { shell } => completions(shell),
         Command::Man { output } => man(&output),
     });

@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(target.write(&encoded(&outputs)?)?)
 }
 
-fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
+pub(crate) fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostTensor>> {
     let shown = path.display();
     let hint = "set --input to a safetensors file";
     let about = |e| anyhow!("cannot read {shown}: {e}\nhint: {hint}");

@@ -152,7 +152,11 @@ fn shown(profile: &Profile, ceilings: &Ceilings) -> String {
 }
 
 /// Formats the time of each operator.
-fn operators_table(operators: &[Operator], trace: &Trace, ceilings: &Ceilings) -> String {
+pub(crate) fn operators_table(
+    operators: &[Operator],
+    trace: &Trace,
+    ceilings: &Ceilings,
+) -> String {
     let mut out = String::new();
     if trace.untimed > 0 {
         out += &format!("{} launches were not timed\n", trace.untimed);
@@ -189,7 +193,7 @@ fn digits(value: f64) -> String {
     format!("{value:.*}", places.max(0) as usize)
 }
 
-fn milliseconds(ns: u64) -> String {
+pub(crate) fn milliseconds(ns: u64) -> String {
     format!("{:.3}", ns as f64 / 1e6)
 }
 

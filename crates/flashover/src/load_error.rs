@@ -77,6 +77,9 @@ pub enum LoadError {
          use `Compute::F32` or `Compute::Bf16` (--dtype)"
     )]
     Tf32,
+    /// Another recording runs in this process.
+    #[error(transparent)]
+    Recording(#[from] trace::AlreadyRecording),
     /// The tune cache cannot be read or written.
     #[error(transparent)]
     Cache(#[from] tune::CacheError),

@@ -145,33 +145,38 @@ const fn storage(dtype: FloatDType) -> DType {
     }
 }
 
+/// Returns the dtype of tensors: the requested one, or that of the files if the device computes in it.
+pub(crate) fn compute_dtype(
+    profile: &ArchProfile,
+    requested: Option<Compute>,
+    file: FloatDType,
+) -> Result<FloatDType, LoadError> {
+    let stored = &profile.dtypes;
+    let Some(compute) = requested else {
+        // A CPU computes in f32 for every stored dtype. WGSL has no 16-bit dtypes here.
+        let wide = profile.backend == Backend::Cpu || !stored.contains(&storage(file));
+        return Ok(if wide { FloatDType::F32 } else { file });
+    };
+    let (need, float) = match compute {
+        Compute::F32 => (DType::F32, FloatDType::F32),
+        Compute::Tf32 => (DType::Tf32, FloatDType::F32),
+        Compute::F16 => (DType::F16, FloatDType::F16),
+        Compute::Bf16 => (DType::Bf16, FloatDType::BF16),
+    };
+    match stored.contains(&need) {
+        true => Ok(float),
+        false => Err(LoadError::DType { need, backend: profile.backend }),
+    }
+}
+
 fn load_options(
     profile: &ArchProfile,
     options: &EngineOptions,
     file: FloatDType,
 ) -> Result<LoadOptions, LoadError> {
-    let stored = &profile.dtypes;
-    let dtype = match options.dtype {
-        // A CPU computes in f32 for every stored dtype. WGSL has no 16-bit dtypes here.
-        None => {
-            let wide = profile.backend == Backend::Cpu || !stored.contains(&storage(file));
-            Some(if wide { FloatDType::F32 } else { file })
-        }
-        Some(compute) => {
-            let (need, float) = match compute {
-                Compute::F32 => (DType::F32, FloatDType::F32),
-                Compute::Tf32 => (DType::Tf32, FloatDType::F32),
-                Compute::F16 => (DType::F16, FloatDType::F16),
-                Compute::Bf16 => (DType::Bf16, FloatDType::BF16),
-            };
-            if !stored.contains(&need) {
-                return Err(LoadError::DType { need, backend: profile.backend });
-            }
-            Some(float)
-        }
-    };
+    let dtype = Some(compute_dtype(profile, options.dtype, file)?);
     let quant = options.quant.map(WeightFormat::scheme);
-    if options.kv == KvFormat::Int8 && !stored.contains(&DType::I8) {
+    if options.kv == KvFormat::Int8 && !profile.dtypes.contains(&DType::I8) {
         return Err(LoadError::KvFormat { backend: profile.backend });
     }
     let tf32 = options.dtype == Some(Compute::Tf32);

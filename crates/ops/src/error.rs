@@ -6,9 +6,11 @@ use kernels::activation::InvalidActivation;
 use kernels::attention::InvalidAttention;
 use kernels::attention::decode::InvalidDecode;
 use kernels::column_sums::InvalidColumnSums;
+use kernels::conv::InvalidConv;
 use kernels::cross_entropy::InvalidCrossEntropy;
 use kernels::embed::InvalidEmbed;
 use kernels::embed_backward::InvalidEmbedBackward;
+use kernels::group_norm::InvalidGroupNorm;
 use kernels::matmul::InvalidMatmul;
 use kernels::norm::InvalidNorm;
 use kernels::optimizer::InvalidAdamW;
@@ -176,6 +178,23 @@ pub enum OpError {
     /// An invalid attention.
     #[error(transparent)]
     Attention(#[from] InvalidAttention),
+    /// A convolution with a bias and a bias per image.
+    #[error(
+        "expected one bias, got a bias and an image bias\nhint: add the bias to that of each image"
+    )]
+    TwoBiases,
+    /// A transposed convolution of an input that only others take.
+    #[error(
+        "a transposed convolution takes one input that is not doubled, and groups that divide its channels\nhint: join \
+         the inputs, or resize before"
+    )]
+    Transposed,
+    /// An invalid convolution.
+    #[error(transparent)]
+    Conv(#[from] InvalidConv),
+    /// An invalid group norm.
+    #[error(transparent)]
+    GroupNorm(#[from] InvalidGroupNorm),
     /// An invalid norm.
     #[error(transparent)]
     Norm(#[from] InvalidNorm),

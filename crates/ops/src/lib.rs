@@ -1,7 +1,7 @@
 //! GPU kernels as functions of Burn tensors, with gradients.
 //!
 //! Provides matmul, attention (forward and backward), decode attention over contiguous or paged KV caches,
-//! norms, RoPE and sampling. Matmuls also take NF4, FP4, int8 and Q8_0 weights. Only this crate depends on
+//! norms, convolutions, RoPE and sampling. Matmuls also take NF4, FP4, int8 and Q8_0 weights. Only this crate depends on
 //! both the kernels and Burn.
 //!
 //! ```
@@ -32,12 +32,14 @@ mod arena;
 mod attention;
 mod call;
 mod capture;
+mod conv;
 mod ctx;
 mod cube;
 mod decode;
 mod embed;
 mod epilogue;
 mod error;
+mod group_norm;
 mod int32_buffers;
 mod layout;
 mod matmul;
@@ -61,12 +63,14 @@ pub use attention::{
 pub use capture::{StreamGuard, capture_alone, captures, stream_guard};
 /// Checkpoint files that [`QuantizedWeight`]s are read from and written to.
 pub use checkpoint;
+pub use conv::{ConvOptions, conv_transpose2d, conv1d, conv2d};
 pub use ctx::{Ctx, Rehearsed};
 pub use cube::{columns, shared_columns, split_heads, view};
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};
 pub use embed::embed;
 pub use epilogue::{Epilogue, RowNorm};
 pub use error::OpError;
+pub use group_norm::{GroupNormOptions, group_norm};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::Activation;
 pub use kernels::norm::NormKind;
@@ -83,5 +87,5 @@ pub use quantized::{
 };
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};
-pub use update_inputs::update_inputs;
+pub use update_inputs::{update_floats, update_inputs};
 pub use upload::upload;

@@ -1,5 +1,6 @@
 //! Writes to existing buffers: they change the inputs of a captured graph between replays.
 
+use arch::DType;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::IntTensor;
 use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
@@ -7,9 +8,11 @@ use burn::tensor::{Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::bytes::Bytes;
+use half::{bf16, f16};
 
 use crate::OpError;
-use crate::call::on_cubecl;
+use crate::call::{float_of, on_cubecl, same_shape};
+use crate::cube::written;
 
 /// Overwrites the words of `tensor` **in place**. Every clone of it sees the new words; work that this thread
 /// enqueued before does not.
@@ -35,6 +38,28 @@ pub fn update_inputs<const D: usize>(
     }
     let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     <Dispatch as UpdateInputsOps>::update_inputs(tensor.clone().into_dispatch(), bytes);
+    Ok(())
+}
+
+/// Overwrites the values of `tensor` **in place**, rounded to its dtype. Every clone of it sees the new values; work that this
+/// thread enqueued before does not.
+///
+/// # Shapes
+/// `tensor` of any shape, dense; `values` row-major, one per element.
+///
+/// # Errors
+/// [`OpError::NotFloat`], [`OpError::Shape`]; [`OpError::Device`] for a device without kernels; [`OpError::Apart`] for a tensor
+/// that is not dense.
+pub fn update_floats<const D: usize>(tensor: &Tensor<D>, values: &[f32]) -> Result<(), OpError> {
+    let dims = tensor.dims();
+    same_shape("values", &[values.len()], &[dims.iter().product()])?;
+    let bytes: Vec<u8> = match float_of(tensor.dtype())? {
+        DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
+        DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    };
+    let tensor = written("the tensor", tensor, &dims, tensor.dtype())?;
+    tensor.client.write(&tensor.handle, Bytes::from_bytes_vec(bytes));
     Ok(())
 }
 

@@ -14,6 +14,7 @@
 //! | [`nf4`] | 4-bit weights, NF4 and FP4, and nested absmax in 8 bits |
 //! | [`embed`] | embedding lookup of tokens and positions |
 //! | [`norm`] | norms of rows |
+//! | [`group_norm`] | norms of groups of channels |
 //! | [`optimizer`] | AdamW steps |
 //! | [`sample`] | sampling a token from a row of logits |
 //! | [`cross_entropy`] | cross-entropy loss and its gradient |
@@ -49,6 +50,7 @@ pub mod decoder;
 pub mod dtype;
 pub mod embed;
 mod error;
+pub mod group_norm;
 pub mod inputs;
 pub mod int8;
 pub mod matmul;
@@ -69,6 +71,7 @@ pub use decoder::{Block, Decoder, Linear};
 pub use dtype::DType;
 pub use embed::Embed;
 pub use error::Error;
+pub use group_norm::{GroupNorm, GroupNormOperands};
 pub use inputs::{Distribution, Special, fill, plant};
 pub use matmul::{Activation, Epilogue, Layout, Matmul, RowNorm, Sample, Strides, Up};
 pub use nf4::{Blocks, FourBit};

@@ -27,6 +27,7 @@ pub mod decode;
 pub mod decoder;
 pub mod embed;
 pub mod embed_backward;
+pub mod group_norm;
 pub mod int8;
 pub mod matmul;
 pub mod nf4;
@@ -63,6 +64,7 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::q8_0::Q8_0Matmul,
     &kernels::q8_0::Q8_0Quantize,
     &kernels::norm::Norm,
+    &kernels::group_norm::GroupNorm,
     &kernels::norm::backward::NormBackward,
     &kernels::column_sums::ColumnSums,
     &kernels::activation::Activate,

@@ -224,7 +224,7 @@ pub(super) fn serves(
     let AttentionConfig::Flash(c) = config else {
         return plane_scope(arch, problem);
     };
-    tensor_cores(arch, problem.dtype, problem.head_dim)?;
+    tensor_cores(arch, problem.dtype, problem.head_dim, 8)?;
     for (name, value, allowed) in [
         ("rows", c.rows, &[16u32, 32][..]),
         ("planes", c.planes, &[1, 2, 4, 8]),
@@ -261,12 +261,13 @@ fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Inf
     Ok(())
 }
 
-/// Checks that the device has the instructions of the `mma.sync` paths and that they divide the
-/// head dimension.
+/// Checks that the device has the instructions of the `mma.sync` paths and that the head dimension
+/// is a multiple of `multiple`.
 pub(super) fn tensor_cores(
     arch: &ArchProfile,
     dtype: DType,
     head_dim: u32,
+    multiple: u32,
 ) -> Result<(), Infeasible> {
     if dtype == DType::F32 {
         return Err(lacks("f32 matrix instructions"));
@@ -278,8 +279,9 @@ pub(super) fn tensor_cores(
     if !arch.async_copy {
         return Err(lacks("asynchronous copies"));
     }
-    if head_dim % 16 != 0 || head_dim > 256 {
-        return Err(shape("head_dim", head_dim, "expected a multiple of 16 up to 256"));
+    if head_dim % multiple != 0 || head_dim > 256 {
+        let why = format!("expected a multiple of {multiple} up to 256");
+        return Err(shape("head_dim", head_dim, &why));
     }
     Ok(())
 }

@@ -76,7 +76,7 @@ impl FlashConfig {
 
     /// Estimated registers per unit: accumulators, scores, two steps of fragments, addresses.
     pub(crate) const fn registers(self, head_dim: u32) -> u32 {
-        let fragments = self.rows / 16;
+        let (fragments, head_dim) = (self.rows / 16, head_dim.next_multiple_of(16));
         fragments * (head_dim + self.tile_kv) / 2 + 2 * (4 * fragments + self.tile_kv / 4) + 52
     }
 }
@@ -124,7 +124,8 @@ impl FlashPlan {
         TileMatmul {
             frags: self.config.rows as usize / 16,
             pairs: self.config.tile_kv as usize / 16,
-            steps: self.head_dim as usize / 16,
+            // Tiles have zeros past the head dimension.
+            steps: self.head_dim.div_ceil(16) as usize,
             own: self.q.shape,
             other: self.kv.shape,
             bf16: self.bf16,
@@ -168,7 +169,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
     let (tile_q, tile_kv, stages) = comptime!((config.tile_q(), config.tile_kv, config.stages));
     let frags_m = comptime!(config.rows as usize / 16);
     let pairs_kv = comptime!(tile_kv as usize / 16);
-    let pairs_d = comptime!(plan.head_dim as usize / 16);
+    let pairs_d = comptime!(plan.head_dim.div_ceil(16) as usize);
     let tile_matmul = comptime!(plan.tile_matmul());
 
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
@@ -318,7 +319,7 @@ pub(crate) fn flash<F: Float, M: Int, NI: Size, NO: Size>(
             let quotient = select(l == 0.0, 0.0, 1.0 / l);
             let start = dims.out.at(here.from_q + row, batch, head);
             #[unroll]
-            for j in 0..comptime!(2 * pairs_d) {
+            for j in 0..comptime!(plan.head_dim as usize / 8) {
                 let pair = acc.index(comptime!(r / 2 * 2 * pairs_d + j))[comptime!(r % 2)];
                 let col = comptime!(8 * j as u32) + lane % 4 * 2;
                 out[(start + col as usize) / 2] = Vector::cast_from(pair * Vector::new(quotient));

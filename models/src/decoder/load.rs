@@ -629,7 +629,7 @@ fn converted(tensor: checkpoint::Tensor<'_>, to: FloatDType) -> Vec<u8> {
 }
 
 /// Converts values to bytes, rounded to nearest, ties to even.
-pub(super) fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
+pub(crate) fn rounded(values: &[f32], to: FloatDType) -> Vec<u8> {
     match to {
         FloatDType::F16 => bytes_of(values, |v| f16::from_f32(v).to_le_bytes()),
         FloatDType::BF16 => bytes_of(values, |v| bf16::from_f32(v).to_le_bytes()),

@@ -50,6 +50,7 @@ pub use flat::FlatWeights;
 pub(crate) use flat::zeros;
 pub use flat_adapter::FlatAdapter;
 pub(crate) use flat_adapter::flat_len;
+pub(crate) use load::rounded as rounded_bytes;
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use memory::Memory;
 use projection::{Ffn, Projection, synchronize};

@@ -15,6 +15,7 @@ mod tokenize;
 mod trace_format;
 mod train;
 mod train_saves;
+mod unet;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

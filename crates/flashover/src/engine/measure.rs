@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use arch::Backend;
-use burn::tensor::DType;
+use burn::tensor::FloatDType;
 use kernels::ceiling;
 use kernels::matmul::Precision;
 use models::{KvCache, Param, Slot};
@@ -15,6 +15,7 @@ use super::Engine;
 use super::error::GenerateError;
 use super::sampler::Sampler;
 use super::sampling::{Place, Sampling, Token};
+use crate::device::Device;
 use crate::device_error::DeviceError;
 use crate::memory::Grant;
 
@@ -67,23 +68,27 @@ impl Ceilings {
     /// # Errors
     /// [`DeviceError`] if the device fails.
     pub fn measure(engine: &Engine) -> Result<Self, DeviceError> {
+        Self::of_device(&engine.0.device, engine.decoder().dtype())
+    }
+
+    /// Measures the ceilings of a device in a compute dtype.
+    pub(crate) fn of_device(device: &Device, dtype: FloatDType) -> Result<Self, DeviceError> {
         let _stream_guard = ops::stream_guard();
-        let device = &engine.0.device;
-        let failed = |e: TimingError| engine.failed(e.to_string());
+        let failed = |e: TimingError| DeviceError::new(device, e.to_string());
         // As in the bench's tables, p10: close to the best, and independent of a single sample.
         let best = |timing: &Timing| {
             Summary::from_samples(&timing.samples_ns).map_or(f64::NAN, |summary| summary.p10)
         };
         let (bytes, timing) = ceiling::time_copy(device.arch()).map_err(failed)?;
-        let precision = match DType::from(engine.decoder().dtype()) {
-            DType::F16 => Precision::F16,
-            DType::BF16 => Precision::Bf16,
+        let precision = match dtype {
+            FloatDType::F16 => Precision::F16,
+            FloatDType::BF16 => Precision::Bf16,
             _ => Precision::F32,
         };
         let multiply = ceiling::time_multiply(device.arch(), precision).map_err(failed)?;
         // The copy's buffers do not count as the model's memory.
         let cleaned = device.client().memory_cleanup();
-        cleaned.map_err(|why| engine.failed(format!("{why:?}")))?;
+        cleaned.map_err(|why| DeviceError::new(device, format!("{why:?}")))?;
         Ok(Self {
             gbps: bytes as f64 / best(&timing),
             gflops: multiply.map(|(flops, timing)| flops as f64 / best(&timing)),

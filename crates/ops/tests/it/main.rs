@@ -2,6 +2,7 @@
 //! differences.
 
 mod attention;
+mod conv;
 mod decode;
 mod embed;
 mod golden;

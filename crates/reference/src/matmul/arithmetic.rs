@@ -46,7 +46,7 @@ pub enum Activation {
 }
 
 /// Arithmetic for the sums of a matmul, f32 or f64.
-pub(super) trait Number:
+pub(crate) trait Number:
     Copy
     + Default
     + Send
@@ -135,7 +135,7 @@ fn step<T: Number>(x: T, holds: bool, value: T) -> T {
 }
 
 impl Activation {
-    pub(super) fn apply<T: Number>(self, x: T) -> T {
+    pub(crate) fn apply<T: Number>(self, x: T) -> T {
         let one = T::from(1.0);
         match self {
             Self::Silu => x / (one + (-x).exp()),

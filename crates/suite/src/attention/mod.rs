@@ -71,7 +71,7 @@ impl KernelSuite for Attention {
             cases.push(EdgeCase { problem, inputs, seed, lengths: None });
         };
         // Every head dimension; whole and ragged tiles; with and without causal order.
-        for head_dim in HEAD_DIMS {
+        for head_dim in HEAD_DIMS.into_iter().chain([8, 40, 72]) {
             for seqs in [[128, 128], [67, 45]] {
                 let p = dense(1, [2, 2], seqs, head_dim);
                 add(p, Inputs::Normal);
@@ -165,6 +165,7 @@ impl KernelSuite for Attention {
             (64, [133, 201], false),
             (64, [133, 201], true),
             (80, [90, 61], true),
+            (40, [70, 77], false),
         ] {
             let p = AttentionProblem::dense(1, [2, 1], seqs, head_dim, dtype).expect("valid sizes");
             let problem = AttentionProblem { causal, lse: true, ..p };
@@ -225,6 +226,11 @@ impl KernelSuite for Attention {
                     cases.push(case(1, [32, 8], 16384, 128, bf16, causal, false));
                     cases.push(case(4, [16, 16], 4096, 80, bf16, causal, false));
                     cases.push(case(4, [16, 16], 2048, 256, bf16, causal, false));
+                    // Levels of Stable Diffusion 1.5's U-Net, and of the benchmarks'.
+                    cases.push(case(1, [8, 8], 4096, 40, f16, full, false));
+                    cases.push(case(8, [8, 8], 4096, 40, f16, full, false));
+                    cases.push(case(1, [8, 8], 1024, 80, f16, full, false));
+                    cases.push(case(1, [48, 48], 1024, 8, f16, full, false));
                 }
             }
         }
@@ -243,6 +249,7 @@ impl KernelSuite for Attention {
             let p = AttentionProblem { causal: true, lse: true, ..dense(4001, head_dim) };
             cases.push(case(p, 2));
         }
+        cases.extend([case(dense(4096, 40), 2), case(dense(1001, 8), 2)]);
         let p = dense(4001, 128);
         let scores = Some(ScoreStrides { batch: 0, head: 0, row: 4001, col: 1 });
         cases.push(case(AttentionProblem { window: Some(512), softcap: Some(50.0), ..p }, 1));

@@ -161,7 +161,7 @@ pub(super) fn check(
         DecodeConfig::Gemv(c) => return gemv::check(arch, problem, c),
         DecodeConfig::Rows(c) => return limits(arch, c.units, 0),
     };
-    tensor_cores(arch, problem.dtype, problem.head_dim)?;
+    tensor_cores(arch, problem.dtype, problem.head_dim, 16)?;
     let vector = 16 / problem.cache.size() as u64;
     if let Some(step) = problem.cache_steps().into_iter().find(|step| step % vector != 0) {
         return Err(shape("stride", step, "expected cache rows aligned to 16 bytes"));

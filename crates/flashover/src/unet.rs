@@ -1,0 +1,317 @@
+//! U-Nets of diffusers, frame by frame.
+//!
+//! [`UnetModel::load`] reads a folder, [`UnetModel::frames`] fixes a shape, and [`Frames::frame`] computes a frame. The kernels of a
+//! frame are captured once and replayed.
+
+use std::fs;
+use std::path::Path;
+
+use burn::tensor::FloatDType;
+use models::Error;
+use models::unet::{Unet, UnetOptions as LoadOptions, shapes};
+use record::Summary;
+use serde::Serialize;
+use trace::{Operator, Recording, Trace};
+use tune::Policy;
+use tune::timing::Stopwatch;
+
+use crate::context::{context, log_warnings, on_burn};
+use crate::device::Device;
+use crate::engine::Ceilings;
+use crate::load_error::LoadError;
+use crate::memory::MemoryUsage;
+use crate::options::Compute;
+use crate::prepare::compute_dtype;
+
+pub use models::unet::{
+    Condition, Frames, LayerPlan, UnetConfig, UnetPlan, UnetShape, UnetWeights,
+};
+
+/// Options of loading a U-Net.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct UnetOptions {
+    /// Compute dtype. None takes f32 on a CPU or if the device lacks the files' dtype, and the files' dtype otherwise.
+    pub dtype: Option<Compute>,
+    /// True to accumulate f16 matmuls and convolutions in f16, which is twice as fast on GeForce cards.
+    pub f16_accumulation: bool,
+    /// Policy for shapes without a tuned config. None takes `Policy::Default`.
+    pub policy: Option<Policy>,
+}
+
+/// A U-Net with its weights on a device.
+#[derive(Debug, Clone)]
+pub struct UnetModel {
+    unet: Unet,
+    device: Device,
+}
+
+/// Speed of frames of one shape.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct FrameSpeed {
+    /// Nanoseconds from a frame's inputs on the host to its result on the host, of each frame alone.
+    pub latencies_ns: Vec<f64>,
+    /// Nanoseconds per frame, of frames that follow each other without waiting.
+    pub frame_ns: f64,
+    /// Median nanoseconds of the host's work for a frame: uploads and launches.
+    pub host_ns: f64,
+    /// Floating-point operations of a frame; a multiply-add counts as two.
+    pub flops: u64,
+    /// True if the frames were replayed from a graph.
+    pub captured: bool,
+    /// Device memory of this process after the frames.
+    pub memory: MemoryUsage,
+}
+
+impl FrameSpeed {
+    /// Returns the frames per second without waiting between frames.
+    pub fn fps(&self) -> f64 {
+        1e9 / self.frame_ns
+    }
+
+    /// Returns the TFLOP/s without waiting between frames.
+    pub fn tflops(&self) -> f64 {
+        self.flops as f64 / self.frame_ns / 1e3
+    }
+}
+
+impl UnetModel {
+    /// Loads a folder of diffusers with `config.json` and safetensors: that of the U-Net, or a pipeline's folder with `unet` in it.
+    ///
+    /// # Errors
+    /// [`LoadError::Folder`] for a folder without a supported U-Net; [`LoadError::Model`] for weights that the device cannot hold;
+    /// [`LoadError::DType`] for a compute dtype that the device lacks.
+    pub fn load(
+        device: &Device,
+        folder: impl AsRef<Path>,
+        options: &UnetOptions,
+    ) -> Result<Self, LoadError> {
+        let weights = UnetWeights::open(folder).map_err(LoadError::Folder)?;
+        let load = load_options(device, options, weights.dtype())?;
+        let ctx = context(device, options.policy.unwrap_or(Policy::Default))?;
+        log_warnings(&ctx);
+        let unet = Unet::load(&weights, &on_burn(device), ctx, load)?;
+        Ok(Self { unet, device: device.clone() })
+    }
+
+    /// Returns a U-Net with random weights in a shape, for benchmarks.
+    ///
+    /// # Errors
+    /// The errors of [`UnetModel::shape`] and [`UnetModel::load`].
+    pub fn random(device: &Device, shape: &str, options: &UnetOptions) -> Result<Self, LoadError> {
+        let config = Self::shape(shape)?;
+        let load = load_options(device, options, FloatDType::F16)?;
+        let ctx = context(device, options.policy.unwrap_or(Policy::Default))?;
+        log_warnings(&ctx);
+        let unet = Unet::random(&config, &on_burn(device), ctx, load)?;
+        Ok(Self { unet, device: device.clone() })
+    }
+
+    /// Returns the names of the shapes for [`UnetModel::random`].
+    pub fn shapes() -> impl Iterator<Item = &'static str> {
+        shapes::names()
+    }
+
+    /// Returns the config of a shape: the name of a known one, or the path of a `config.json`.
+    ///
+    /// # Errors
+    /// [`LoadError::Shape`] for an unknown shape; [`LoadError::Folder`] for a file that is no config of a supported U-Net.
+    pub fn shape(name: &str) -> Result<UnetConfig, LoadError> {
+        if let Some(config) = shapes::named(name) {
+            return Ok(config);
+        }
+        let path = Path::new(name);
+        if path.extension().is_none_or(|extension| extension != "json") {
+            let known = shapes::names().collect::<Vec<_>>().join(", ");
+            return Err(LoadError::Shape { shape: name.to_owned(), known });
+        }
+        let read = |why| LoadError::Folder(Error::Read { path: path.to_owned(), why });
+        let text = checkpoint::ends(path).and_then(|()| fs::read_to_string(path)).map_err(read)?;
+        UnetConfig::from_json(&text).map_err(LoadError::Folder)
+    }
+
+    /// Returns the configuration.
+    pub const fn config(&self) -> &UnetConfig {
+        self.unet.config()
+    }
+
+    /// Allocates the inputs of frames of one shape.
+    ///
+    /// # Errors
+    /// [`LoadError::Model`] for a shape that the model cannot compute.
+    pub fn frames(&self, shape: UnetShape) -> Result<Frames, LoadError> {
+        Ok(Frames::new(&self.unet, shape)?)
+    }
+
+    /// Measures `repetitions` frames with random samples, after the frames that compile, tune and capture.
+    ///
+    /// # Errors
+    /// The errors of [`UnetModel::frames`]; [`LoadError::Model`] if the device fails.
+    pub fn measure(&self, shape: UnetShape, repetitions: usize) -> Result<FrameSpeed, LoadError> {
+        const WARM: usize = 3;
+        let bench = Bench::new(self, shape)?;
+        let mut frames = self.frames(shape)?;
+        for _ in 0..WARM {
+            bench.frame(&mut frames)?;
+        }
+        let (mut latencies_ns, mut host) = (Vec::new(), Vec::new());
+        for _ in 0..repetitions {
+            let begin = Stopwatch::start();
+            let _stream_guard = ops::stream_guard();
+            bench.refresh(&mut frames)?;
+            let rows = frames.run()?;
+            host.push(begin.elapsed().as_nanos() as f64);
+            frames.values(rows)?;
+            latencies_ns.push(begin.elapsed().as_nanos() as f64);
+        }
+        let begin = Stopwatch::start();
+        let _stream_guard = ops::stream_guard();
+        let mut last = None;
+        for _ in 0..repetitions {
+            bench.refresh(&mut frames)?;
+            last = Some(frames.run()?);
+        }
+        if let Some(rows) = last {
+            frames.values(rows)?;
+        }
+        let frame_ns = begin.elapsed().as_nanos() as f64 / repetitions as f64;
+        let host_ns = Summary::from_samples(&host).map_or(f64::NAN, |summary| summary.median);
+        Ok(FrameSpeed {
+            latencies_ns,
+            frame_ns,
+            host_ns,
+            flops: u64::try_from(bench.plan.flops()).unwrap_or(u64::MAX),
+            captured: frames.captured(),
+            memory: MemoryUsage::read(&self.device),
+        })
+    }
+}
+
+/// Time and memory of a layer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct FrameLayer {
+    /// Name of the layer in the checkpoint.
+    pub name: String,
+    /// Kernel launches.
+    pub launches: usize,
+    /// Nanoseconds of these launches.
+    pub total_ns: u64,
+    /// Share of the time of all kernels, from 0 to 1.
+    pub share: f64,
+    /// Bytes of its weights.
+    pub weight_bytes: u64,
+    /// Bytes of the largest set of activations that live at once while it runs.
+    pub activation_bytes: u64,
+}
+
+/// Profile of a frame, per kernel.
+#[derive(Debug, Clone)]
+pub struct FrameProfile {
+    /// All recorded events.
+    pub trace: Trace,
+    /// Nanoseconds on the host's clock, with one launch per kernel. Normal frames replay a graph and are faster.
+    pub wall_ns: f64,
+    /// Time per operator, longest first.
+    pub operators: Vec<Operator>,
+    /// Layers in the order of the forward pass.
+    pub layers: Vec<FrameLayer>,
+    /// Ceilings of the device.
+    pub ceilings: Ceilings,
+    /// Device memory after the frame.
+    pub memory: MemoryUsage,
+}
+
+impl UnetModel {
+    /// Computes frames as warm-up, and one more with every launch timed.
+    ///
+    /// # Errors
+    /// [`LoadError::Recording`] during another recording; the errors of [`UnetModel::measure`].
+    pub fn profile(&self, shape: UnetShape) -> Result<FrameProfile, LoadError> {
+        let bench = Bench::new(self, shape)?;
+        let mut frames = self.frames(shape)?;
+        bench.frame(&mut frames)?;
+        let recording = Recording::of_this_thread()?;
+        let begin = Stopwatch::start();
+        bench.frame(&mut frames)?;
+        let wall_ns = begin.elapsed().as_nanos() as f64;
+        let trace = recording.finish();
+        let size = burn::tensor::DType::from(self.unet.dtype()).size() as u128;
+        let bytes = |values: u128| u64::try_from(values * size).unwrap_or(u64::MAX);
+        let find = |name: &str| bench.plan.layers.iter().find(|layer| layer.name == name);
+        let layers = trace.layers(|name| find(name).is_some()).into_iter().map(|own| {
+            let plan = find(&own.name);
+            FrameLayer {
+                launches: own.launches,
+                total_ns: own.total_ns,
+                share: own.share,
+                weight_bytes: plan.map_or(0, |plan| bytes(plan.parameters)),
+                activation_bytes: plan.map_or(0, |plan| bytes(plan.peak)),
+                name: own.name,
+            }
+        });
+        let (operators, layers) = (trace.operators(), layers.collect());
+        let memory = MemoryUsage::read(&self.device);
+        let ceilings = Ceilings::of_device(&self.device, self.unet.dtype())?;
+        Ok(FrameProfile { wall_ns, operators, layers, ceilings, memory, trace })
+    }
+}
+
+/// Inputs of frames to measure: the same numbers for each.
+struct Bench {
+    plan: UnetPlan,
+    samples: Vec<f32>,
+    text: Option<Vec<f32>>,
+    classes: Option<Vec<f32>>,
+    pooled: Option<Vec<f32>>,
+    sizes: Option<Vec<f32>>,
+}
+
+impl Bench {
+    fn new(model: &UnetModel, shape: UnetShape) -> Result<Self, LoadError> {
+        let (config, UnetShape { batch, size, tokens }) = (model.config(), shape);
+        let numbers = |len: usize| -> Vec<f32> {
+            (0..len).map(|i| ((i * 7919) % 2003) as f32 / 1001.5 - 1.0).collect()
+        };
+        let text_time = config.text_time;
+        Ok(Self {
+            plan: UnetPlan::new(config, batch, size, tokens)?,
+            samples: numbers(batch * config.in_channels * size[0] * size[1]),
+            text: config.cross.map(|width| numbers(batch * tokens * width)),
+            classes: config.classes.map(|_| vec![0.0]),
+            pooled: text_time.map(|own| numbers(batch * (own.width - 6 * own.channels))),
+            sizes: text_time.map(|_| vec![512.0; 6 * batch]),
+        })
+    }
+
+    fn condition(&self) -> Condition<'_> {
+        Condition {
+            timesteps: &[500.0],
+            text: self.text.as_deref(),
+            classes: self.classes.as_deref(),
+            pooled_text: self.pooled.as_deref(),
+            sizes: self.sizes.as_deref(),
+        }
+    }
+
+    fn refresh(&self, frames: &mut Frames) -> Result<(), Error> {
+        frames.refresh(&self.samples, &self.condition())
+    }
+
+    fn frame(&self, frames: &mut Frames) -> Result<Vec<f32>, Error> {
+        frames.frame(&self.samples, &self.condition())
+    }
+}
+
+fn load_options(
+    device: &Device,
+    options: &UnetOptions,
+    file: FloatDType,
+) -> Result<LoadOptions, LoadError> {
+    let dtype = compute_dtype(device.profile(), options.dtype, file)?;
+    let tf32 = options.dtype == Some(Compute::Tf32);
+    let f16_accumulation = options.f16_accumulation;
+    if f16_accumulation && dtype != FloatDType::F16 {
+        let have = burn::tensor::DType::from(dtype);
+        return Err(LoadError::Model(Error::Op(ops::OpError::F16Accumulation(have))));
+    }
+    Ok(LoadOptions { dtype: Some(dtype), tf32, f16_accumulation })
+}

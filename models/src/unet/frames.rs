@@ -1,0 +1,315 @@
+//! Frames of one shape: captured once, then replayed with new inputs.
+
+use std::fmt;
+use std::thread::{self, ThreadId};
+
+use burn::tensor::{DType, Graph, Tensor};
+use ops::Ctx;
+
+use super::Unet;
+use super::config::Classes;
+use super::forward::{Forward, Image, Inputs};
+use crate::Error;
+
+/// Shape of all frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UnetShape {
+    /// Samples of a frame.
+    pub batch: usize,
+    /// Height and width of a sample.
+    pub size: [usize; 2],
+    /// Tokens of the text; 0 without one.
+    pub tokens: usize,
+}
+
+/// Inputs of a frame next to its samples.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Condition<'a> {
+    /// Timestep of each sample; one for all.
+    pub timesteps: &'a [f32],
+    /// Features of the text, `[batch, tokens, width]`.
+    pub text: Option<&'a [f32]>,
+    /// Class of each sample; the number of a timestep-like class embedding.
+    pub classes: Option<&'a [f32]>,
+    /// Pooled features of the text, `[batch, width]`.
+    pub pooled_text: Option<&'a [f32]>,
+    /// Six sizes of each sample: original height and width, top and left of the crop, target height and width.
+    pub sizes: Option<&'a [f32]>,
+}
+
+type Run = Box<dyn FnMut() -> Result<Tensor<2>, Error> + Send>;
+
+/// Frames of one shape. The second one is captured, if the device can; all later ones are replayed.
+pub struct Frames {
+    unet: Unet,
+    shape: UnetShape,
+    inputs: Inputs<Tensor<2>>,
+    by: By,
+}
+
+#[expect(clippy::large_enum_variant, reason = "a model has one")]
+enum By {
+    /// Launched kernel by kernel; counts the frames so far.
+    Launches(usize),
+    Graph {
+        graph: Graph<Result<Tensor<2>, Error>, Run>,
+        thread: ThreadId,
+    },
+}
+
+/// Frames before a capture: the first one compiles and tunes kernels.
+const EAGER: usize = 1;
+
+impl Frames {
+    /// Allocates the inputs of frames.
+    ///
+    /// # Errors
+    /// [`Error::SampleSize`] for a size that the levels do not divide; [`Error::UnetInput`] for an empty batch, or a text that the
+    /// model needs or does not read.
+    pub fn new(unet: &Unet, shape: UnetShape) -> Result<Self, Error> {
+        let (config, UnetShape { batch, size, tokens }) = (unet.config(), shape);
+        config.check_size(size)?;
+        if batch == 0 {
+            return Err(input("samples", 0, 1));
+        }
+        if (tokens > 0) != config.cross.is_some() {
+            return Err(input("tokens of text", tokens, usize::from(config.cross.is_some())));
+        }
+        let _stream_guard = ops::stream_guard();
+        let made = |rows: usize, columns: usize, dtype: DType| {
+            let device = &unet.device;
+            device.memory_persistent_allocations((), move |()| {
+                // One dimension, because Burn pads the rows of a 2-D tensor.
+                Tensor::<1>::zeros([rows * columns], (device, dtype)).reshape([rows, columns])
+            })
+        };
+        let own = DType::from(unet.dtype);
+        let inputs = Inputs {
+            sample: Image {
+                rows: made(batch * size[0] * size[1], config.in_channels, own),
+                size,
+                channels: config.in_channels,
+            },
+            time: made(batch, config.time.channels, own),
+            classes: config.classes.map(|classes| match classes {
+                Classes::Table(_) => made(batch, 1, DType::F32),
+                Classes::Timestep => made(batch, config.time.channels, own),
+            }),
+            text_time: config.text_time.map(|text_time| made(batch, text_time.width, own)),
+            text: config.cross.map(|width| made(batch * tokens, width, own)),
+        };
+        Ok(Self { unet: unet.clone(), shape, inputs, by: By::Launches(0) })
+    }
+
+    /// Returns the shape of all frames.
+    pub const fn shape(&self) -> UnetShape {
+        self.shape
+    }
+
+    /// Returns the model.
+    pub const fn unet(&self) -> &Unet {
+        &self.unet
+    }
+
+    /// Returns true if frames are replayed from a graph.
+    pub fn captured(&self) -> bool {
+        matches!(&self.by, By::Graph { graph, .. } if graph.is_hardware())
+    }
+
+    /// Writes the samples of the next frame, `[batch, channels, height, width]`, and its condition. Work that this thread enqueued
+    /// before does not see them.
+    ///
+    /// # Errors
+    /// [`Error::UnetInput`] for the wrong number of values, or an input that the model needs or does not read.
+    pub fn refresh(&mut self, samples: &[f32], condition: &Condition<'_>) -> Result<(), Error> {
+        let (config, batch) = (&self.unet.config, self.shape.batch);
+        let (sample, channels) = (&self.inputs.sample, config.in_channels);
+        let pixels = self.shape.size[0] * self.shape.size[1];
+        expect("sample values", samples.len(), batch * channels * pixels)?;
+        ops::update_floats(&sample.rows, &channels_last(samples, channels, pixels))?;
+        let each = |what, values: &[f32]| match values {
+            [one] => Ok(vec![*one; batch]),
+            _ => expect(what, values.len(), batch).map(|()| values.to_vec()),
+        };
+        let waves = |numbers: &[f32]| {
+            let own = |number: &f32| config.time.waves.of(*number, config.time.channels);
+            numbers.iter().flat_map(own).collect::<Vec<_>>()
+        };
+        let timesteps = each("timesteps", condition.timesteps)?;
+        ops::update_floats(&self.inputs.time, &waves(&timesteps))?;
+        match (&self.inputs.classes, condition.classes) {
+            (None, None) => {}
+            (Some(buffer), Some(classes)) => {
+                let classes = each("classes", classes)?;
+                let values = match config.classes {
+                    Some(Classes::Table(count)) => {
+                        let known = |class: &&f32| {
+                            class.fract() == 0.0 && (0.0..count as f32).contains(*class)
+                        };
+                        if let Some(class) = classes.iter().find(|class| !known(class)) {
+                            return Err(Error::Class { class: *class, count });
+                        }
+                        classes
+                    }
+                    _ => waves(&classes),
+                };
+                ops::update_floats(buffer, &values)?;
+            }
+            (buffer, given) => return Err(unread("classes", buffer.is_some(), given)),
+        }
+        match (&self.inputs.text, condition.text) {
+            (None, None) => {}
+            (Some(buffer), Some(text)) => {
+                expect("text features", text.len(), buffer.dims().iter().product())?;
+                ops::update_floats(buffer, text)?;
+            }
+            (buffer, given) => return Err(unread("text features", buffer.is_some(), given)),
+        }
+        match (&self.inputs.text_time, condition.pooled_text, condition.sizes) {
+            (None, None, None) => Ok(()),
+            (Some(buffer), Some(pooled), Some(sizes)) => {
+                let own = config.text_time.expect("its buffer is there");
+                let width = own.width - 6 * own.channels;
+                expect("pooled text features", pooled.len(), batch * width)?;
+                expect("sizes", sizes.len(), 6 * batch)?;
+                let rows = pooled.chunks(width).zip(sizes.chunks(6)).flat_map(|(pooled, sizes)| {
+                    let sizes =
+                        sizes.iter().flat_map(|size| config.time.waves.of(*size, own.channels));
+                    pooled.iter().copied().chain(sizes)
+                });
+                Ok(ops::update_floats(buffer, &rows.collect::<Vec<_>>())?)
+            }
+            (buffer, pooled, sizes) => {
+                Err(unread("pooled text and sizes", buffer.is_some(), pooled.or(sizes)))
+            }
+        }
+    }
+
+    /// Computes the frame of the inputs. The result is `[batch · height · width, channels]`, in memory that the next frame
+    /// overwrites.
+    ///
+    /// # Errors
+    /// [`Error::Op`] for an op that the device cannot run; [`Error::Failed`].
+    pub fn run(&mut self) -> Result<Tensor<2>, Error> {
+        // A trace cannot see the kernels of a replay.
+        let seen = trace::timed();
+        let launches = match &mut self.by {
+            By::Launches(launches) => launches,
+            By::Graph { thread, .. } if seen || *thread != thread::current().id() => {
+                return self.unet.forward(&self.unet.ctx, &self.inputs, self.shape.batch);
+            }
+            By::Graph { graph, .. } => {
+                // SAFETY: the graph's closure holds clones of everything that it reads and writes. Weights are never written; the
+                // inputs belong to these frames, which `&mut` lets one thread use at a time. The graph was captured on the stream
+                // of this thread, and its result is read on it before the next frame, as this function says.
+                return read(unsafe { graph.replay() });
+            }
+        };
+        if *launches == 0 && Ctx::precompiles(&self.unet.device) {
+            // Collects the kernels of a frame without running them, and compiles them on many cores.
+            let ctx = self.unet.ctx.rehearsal();
+            self.unet.forward(&ctx, &self.inputs, self.shape.batch)?;
+            ctx.rehearsed().compile();
+        }
+        if seen || !ops::captures(&self.unet.device) || *launches < EAGER {
+            *launches += 1;
+            return self.unet.forward(&self.unet.ctx, &self.inputs, self.shape.batch);
+        }
+        let (unet, inputs, batch) = (self.unet.clone(), self.inputs.clone(), self.shape.batch);
+        let run: Run = Box::new(move || unet.forward(&unet.ctx, &inputs, batch));
+        let mut graph = ops::capture_alone(&self.unet.device, run);
+        if !graph.is_hardware() {
+            log::warn!("a frame could not be captured; its kernels are launched one by one");
+        }
+        // SAFETY: as above. Capturing records the kernels and does not run them.
+        let result = read(unsafe { graph.replay() })?;
+        self.by = By::Graph { graph, thread: thread::current().id() };
+        Ok(result)
+    }
+
+    /// Computes a frame and returns its result, `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    /// The errors of [`Frames::refresh`] and [`Frames::run`].
+    pub fn frame(&mut self, samples: &[f32], condition: &Condition<'_>) -> Result<Vec<f32>, Error> {
+        let _stream_guard = ops::stream_guard();
+        self.refresh(samples, condition)?;
+        let rows = self.run()?;
+        self.values(rows)
+    }
+
+    /// Reads the result of a frame, `[batch, channels, height, width]`.
+    ///
+    /// # Errors
+    /// [`Error::Failed`].
+    pub fn values(&self, rows: Tensor<2>) -> Result<Vec<f32>, Error> {
+        let failed = |why: String| Error::Failed(why);
+        let data = rows.try_into_data().map_err(|why| failed(format!("{why:?}")))?;
+        let values = data.convert::<f32>().try_to_vec::<f32>();
+        let values = values.map_err(|why| failed(format!("{why:?}")))?;
+        let pixels = self.shape.size[0] * self.shape.size[1];
+        Ok(channels_first(&values, self.unet.config.out_channels, pixels))
+    }
+}
+
+/// Ending a graph waits for its stream.
+impl Drop for Frames {
+    fn drop(&mut self) {
+        let _stream_guard = ops::stream_guard();
+        self.by = By::Launches(0);
+    }
+}
+
+impl fmt::Debug for Frames {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Frames").field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+impl Unet {
+    /// Computes a frame, launched kernel by kernel.
+    fn forward(
+        &self,
+        ctx: &Ctx,
+        inputs: &Inputs<Tensor<2>>,
+        batch: usize,
+    ) -> Result<Tensor<2>, Error> {
+        let machine = self.machine(ctx, batch);
+        let (modules, config) = (&*self.modules, &self.config);
+        Ok(Forward { machine: &machine, modules, config }.run(inputs.clone())?.rows)
+    }
+}
+
+fn read(result: &Result<Tensor<2>, Error>) -> Result<Tensor<2>, Error> {
+    match result {
+        Ok(result) => Ok(result.clone()),
+        Err(why) => Err(Error::Failed(why.to_string())),
+    }
+}
+
+const fn input(what: &'static str, have: usize, need: usize) -> Error {
+    Error::UnetInput { what, have, need }
+}
+
+fn expect(what: &'static str, have: usize, need: usize) -> Result<(), Error> {
+    if have == need { Ok(()) } else { Err(input(what, have, need)) }
+}
+
+/// Returns the error for an input that is missing, or that the model does not read.
+fn unread(what: &'static str, needed: bool, given: Option<&[f32]>) -> Error {
+    input(what, given.map_or(0, <[f32]>::len), usize::from(needed))
+}
+
+/// Reorders `[batch, channels, pixels]` to `[batch, pixels, channels]`.
+fn channels_last(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
+    let samples = values.chunks(channels * pixels);
+    let reordered = samples.flat_map(|sample| {
+        (0..pixels).flat_map(move |p| (0..channels).map(move |c| sample[c * pixels + p]))
+    });
+    reordered.collect()
+}
+
+/// Reorders `[batch, pixels, channels]` to `[batch, channels, pixels]`.
+fn channels_first(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
+    channels_last(values, pixels, channels)
+}
