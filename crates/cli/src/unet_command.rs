@@ -8,7 +8,8 @@ use clap::{Subcommand, ValueEnum};
 use command::OutFile;
 use flashover::host::HostTensor;
 use flashover::unet::{
-    Condition, FrameSpeed, UnetConfig, UnetModel, UnetOptions, UnetPlan, UnetShape, UnetWeights,
+    Condition, FrameSpeed, Method, Schedule, UnetConfig, UnetModel, UnetOptions, UnetPlan,
+    UnetShape, UnetWeights, sample,
 };
 use flashover::{Compute, Policy};
 use serde::Serialize;
@@ -28,7 +29,7 @@ pub(crate) struct Args {
 enum Command {
     /// Measure frames per second, latency and memory of shapes with random weights, or of a model
     Bench(BenchArgs),
-    /// Compute frames of the inputs in a file
+    /// Compute frames of the inputs in a file, or sample pictures from noise
     Run(RunArgs),
     /// Print the work and memory of each layer, without a device
     Plan(PlanArgs),
@@ -79,6 +80,12 @@ struct LoadArgs {
     policy: Policy,
     #[command(flatten)]
     device: DeviceArgs,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum MethodArg {
+    Ddim,
+    Euler,
 }
 
 /// Size of frames.
@@ -151,15 +158,32 @@ struct RunArgs {
     #[arg(long, short)]
     model: PathBuf,
     /// Safetensors file with sample [batch, channels, height, width] and timestep [batch] or [1]; text [batch, tokens, width],
-    /// classes [batch], pooled [batch, width] and sizes [batch, 6] if the model reads them
-    #[arg(long, value_name = "FILE")]
-    input: PathBuf,
+    /// classes [batch], pooled [batch, width] and sizes [batch, 6] if the model reads them. With --steps, only these last four
+    #[arg(long, value_name = "FILE", required_unless_present = "steps")]
+    input: Option<PathBuf>,
     /// Safetensors file for the result of the last frame, `sample`
-    #[arg(long, short, value_name = "FILE")]
-    output: PathBuf,
+    #[arg(long, short, value_name = "FILE", required_unless_present = "picture")]
+    output: Option<PathBuf>,
     /// Number of frames
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 1, conflicts_with = "steps", value_parser = clap::value_parser!(u32).range(1..))]
     frames: u32,
+    /// Sample from noise in this many steps
+    #[arg(long)]
+    steps: Option<usize>,
+    /// PNG file for the sampled pictures, side by side
+    #[arg(long, value_name = "FILE", requires = "steps")]
+    picture: Option<PathBuf>,
+    /// Method of the steps [default: that of the folder's scheduler_config.json, or ddim]
+    #[arg(long, requires = "steps")]
+    method: Option<MethodArg>,
+    /// Random seed of the noise
+    #[arg(long, default_value_t = 0, requires = "steps")]
+    seed: u64,
+    /// Pictures to sample
+    #[arg(long, short, default_value_t = 1, requires = "steps", value_parser = clap::value_parser!(u16).range(1..))]
+    batch: u16,
+    #[command(flatten)]
+    size: SizeArgs,
     /// Compute dtype [default: that of the files, or f32 on a CPU]
     #[arg(long)]
     dtype: Option<Precision>,
@@ -313,54 +337,137 @@ fn line(row: &Row) -> String {
     )
 }
 
-fn run_frames(args: &RunArgs) -> anyhow::Result<()> {
-    let target = OutFile::new(&args.output)?;
-    if OutFile::new(&args.input).is_ok_and(|input| input.is_same(&target)) {
-        let output = args.output.display();
-        bail!("input and output are the same file: {output}\nhint: choose another output file");
+/// Inputs of frames from a file.
+#[derive(Default)]
+struct Inputs(BTreeMap<String, HostTensor>);
+
+impl Inputs {
+    fn values(&self, name: &str) -> anyhow::Result<Option<Vec<f32>>> {
+        Ok(self.0.get(name).map(HostTensor::to_f32).transpose()?)
     }
-    let inputs = read_tensors(&args.input)?;
-    let values = |name: &str| inputs.get(name).map(HostTensor::to_f32).transpose();
-    let sample = inputs.get("sample").ok_or_else(|| {
-        anyhow!("{} has no `sample`\nhint: add the sample of a frame", args.input.display())
-    })?;
-    let &[batch, _, height, width] = sample.shape() else {
-        bail!(
-            "expected a sample of shape [batch, channels, height, width], got {:?}\nhint: reshape it",
-            sample.shape()
-        );
-    };
-    let tokens = inputs.get("text").map_or(0, |text| text.shape().get(1).copied().unwrap_or(0));
+
+    fn needed(&self, name: &str) -> anyhow::Result<&HostTensor> {
+        let missing = || anyhow!("the input has no `{name}`\nhint: add the {name} of a frame");
+        self.0.get(name).ok_or_else(missing)
+    }
+
+    /// Returns the tokens of the text; 0 without one.
+    fn tokens(&self) -> usize {
+        self.0.get("text").map_or(0, |text| text.shape().get(1).copied().unwrap_or(0))
+    }
+}
+
+fn run_frames(args: &RunArgs) -> anyhow::Result<()> {
+    let file = |path: &Option<PathBuf>| path.as_deref().map(OutFile::new).transpose();
+    let (target, picture) = (file(&args.output)?, file(&args.picture)?);
+    for output in [&target, &picture].into_iter().flatten() {
+        let same = |input: &PathBuf| OutFile::new(input).is_ok_and(|input| input.is_same(output));
+        if args.input.as_ref().is_some_and(same) {
+            bail!("input and output are the same file\nhint: choose another output file");
+        }
+    }
+    let inputs = Inputs(args.input.as_deref().map(read_tensors).transpose()?.unwrap_or_default());
     let device = args.load.device.open()?;
     let options = match args.dtype {
         Some(precision) => precision.options(args.load.policy),
         None => UnetOptions { policy: Some(args.load.policy), ..UnetOptions::default() },
     };
+    let schedule = args.steps.map(|_| schedule(args)).transpose()?;
     let model = UnetModel::load(&device, &args.model, &options)?;
-    let mut frames = model.frames(UnetShape { batch, size: [height, width], tokens })?;
-    let [text, classes, pooled, sizes, timesteps] =
-        ["text", "classes", "pooled", "sizes", "timestep"].map(values);
+    let [text, classes, pooled, sizes] =
+        ["text", "classes", "pooled", "sizes"].map(|name| inputs.values(name));
     let (text, classes, pooled, sizes) = (text?, classes?, pooled?, sizes?);
-    let timesteps = timesteps?.ok_or_else(|| {
-        anyhow!("{} has no `timestep`\nhint: add the timestep of a frame", args.input.display())
-    })?;
     let condition = Condition {
-        timesteps: &timesteps,
+        timesteps: &[],
         text: text.as_deref(),
         classes: classes.as_deref(),
         pooled_text: pooled.as_deref(),
         sizes: sizes.as_deref(),
     };
-    let sample = sample.to_f32()?;
     let _listening = interrupt::listen()?;
-    let mut result = Vec::new();
-    for _ in 0..args.frames {
-        interrupt::check("stopped")?;
-        result = frames.frame(&sample, &condition)?;
+    let (shape, result) = match (args.steps, schedule) {
+        (Some(count), Some(schedule)) => {
+            let shape = args.size.shape(model.config(), args.batch.into());
+            let shape = UnetShape { tokens: inputs.tokens(), ..shape };
+            let steps = schedule.steps(count)?;
+            let mut frames = model.frames(shape)?;
+            let seen = |_| Ok::<_, anyhow::Error>(interrupt::check("stopped")?);
+            (shape, sample(&mut frames, &steps, args.seed, &condition, seen)?)
+        }
+        _ => {
+            let input = inputs.needed("sample")?;
+            let &[batch, _, height, width] = input.shape() else {
+                bail!(
+                    "expected a sample of shape [batch, channels, height, width], got {:?}\nhint: reshape it",
+                    input.shape()
+                );
+            };
+            let shape = UnetShape { batch, size: [height, width], tokens: inputs.tokens() };
+            let (input, timesteps) = (input.to_f32()?, inputs.needed("timestep")?.to_f32()?);
+            let condition = Condition { timesteps: &timesteps, ..condition };
+            let mut frames = model.frames(shape)?;
+            let mut result = Vec::new();
+            for _ in 0..args.frames {
+                interrupt::check("stopped")?;
+                result = frames.frame(&input, &condition)?;
+            }
+            (shape, result)
+        }
+    };
+    let channels = model.config().out_channels;
+    if let Some(target) = target {
+        let dims = [shape.batch, channels, shape.size[0], shape.size[1]];
+        let output = HostTensor::from_f32(&dims, &result)?;
+        target.write(&encoded(&BTreeMap::from([("sample".to_owned(), output)]))?)?;
     }
-    let shape = [batch, model.config().out_channels, height, width];
-    let outputs = BTreeMap::from([("sample".to_owned(), HostTensor::from_f32(&shape, &result)?)]);
-    Ok(target.write(&encoded(&outputs)?)?)
+    if let Some(picture) = picture {
+        picture.write(&png_of(&result, shape, channels)?)?;
+    }
+    Ok(())
+}
+
+/// Returns the schedule of the model's folder, with the method of the options.
+fn schedule(args: &RunArgs) -> anyhow::Result<Schedule> {
+    let own = Schedule::open(&args.model)?;
+    let usual = || Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#);
+    let schedule = own.map_or_else(usual, Ok)?;
+    Ok(match args.method {
+        None => schedule,
+        Some(MethodArg::Ddim) => schedule.with_method(Method::Ddim),
+        Some(MethodArg::Euler) => schedule.with_method(Method::Euler),
+    })
+}
+
+/// Encodes samples from -1 to 1 as pictures side by side.
+fn png_of(samples: &[f32], shape: UnetShape, channels: usize) -> anyhow::Result<Vec<u8>> {
+    let color = match channels {
+        1 => png::ColorType::Grayscale,
+        3 => png::ColorType::Rgb,
+        _ => bail!(
+            "expected a model with 1 or 3 channels, got {channels}\nhint: write the samples with --output, and decode \
+             them with the model's VAE"
+        ),
+    };
+    let UnetShape { batch, size: [height, width], .. } = shape;
+    let value = |picture: usize, channel: usize, y: usize, x: usize| {
+        let at = ((picture * channels + channel) * height + y) * width + x;
+        ((samples[at].clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8
+    };
+    let rows = (0..height).flat_map(|y| {
+        (0..batch).flat_map(move |picture| {
+            (0..width)
+                .flat_map(move |x| (0..channels).map(move |channel| value(picture, channel, y, x)))
+        })
+    });
+    let rows: Vec<u8> = rows.collect();
+    let mut bytes = Vec::new();
+    let mut encoder = png::Encoder::new(&mut bytes, (batch * width) as u32, height as u32);
+    encoder.set_color(color);
+    encoder.set_depth(png::BitDepth::Eight);
+    let mut writer = encoder.write_header()?;
+    writer.write_image_data(&rows)?;
+    writer.finish()?;
+    Ok(bytes)
 }
 
 fn profile(args: &ProfileArgs) -> anyhow::Result<()> {

@@ -24,7 +24,8 @@ use crate::options::Compute;
 use crate::prepare::compute_dtype;
 
 pub use models::unet::{
-    Condition, Frames, LayerPlan, UnetConfig, UnetPlan, UnetShape, UnetWeights,
+    Condition, Frames, LayerPlan, Method, Schedule, Steps, UnetConfig, UnetPlan, UnetShape,
+    UnetWeights,
 };
 
 /// Options of loading a U-Net.
@@ -299,6 +300,35 @@ impl Bench {
     fn frame(&self, frames: &mut Frames) -> Result<Vec<f32>, Error> {
         frames.frame(&self.samples, &self.condition())
     }
+}
+
+/// Samples from noise: one frame for each step. `condition` is that of all steps, apart from the timestep. Calls `seen` after each
+/// step with its index. Returns samples `[batch, channels, height, width]`.
+///
+/// # Errors
+/// The errors of [`Frames::frame`]; those of `seen`, which stop the sampling.
+pub fn sample<E: From<Error>>(
+    frames: &mut Frames,
+    steps: &Steps,
+    seed: u64,
+    condition: &Condition<'_>,
+    mut seen: impl FnMut(usize) -> Result<(), E>,
+) -> Result<Vec<f32>, E> {
+    let (config, UnetShape { batch, size, .. }) = (frames.unet().config(), frames.shape());
+    let mut sample = steps.noise(batch * config.in_channels * size[0] * size[1], seed);
+    for (at, timestep) in steps.timesteps().iter().enumerate() {
+        let factor = steps.input_factor(at) as f32;
+        let input: Vec<f32> = sample.iter().map(|x| x * factor).collect();
+        let timesteps = &[*timestep as f32];
+        let result = frames.frame(&input, &Condition { timesteps, ..*condition })?;
+        if result.len() != sample.len() {
+            let (have, need) = (result.len(), sample.len());
+            return Err(Error::UnetInput { what: "values of a result", have, need }.into());
+        }
+        steps.step(at, &result, &mut sample);
+        seen(at)?;
+    }
+    Ok(sample)
 }
 
 fn load_options(

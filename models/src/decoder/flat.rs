@@ -163,15 +163,18 @@ fn initial(config: &DecoderConfig, param: &Param, seed: u64) -> Vec<f32> {
     values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         random.set_stream(stream.wrapping_add(chunk as u64));
-        let mut uniform = || (f64::from(random.next_u32()) + 0.5) * 2f64.powi(-32);
-        for pair in values.chunks_mut(2) {
-            // Box and Muller.
-            let (radius, angle) =
-                ((-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
-            for (value, part) in pair.iter_mut().zip([angle.cos(), angle.sin()]) {
-                *value = (deviation * radius * part) as f32;
-            }
-        }
+        normals(values, deviation, &mut random);
     });
     values
+}
+
+/// Fills `values` with normal numbers of this deviation, by the method of Box and Muller.
+pub(crate) fn normals(values: &mut [f32], deviation: f64, random: &mut ChaCha8Rng) {
+    let mut uniform = || (f64::from(random.next_u32()) + 0.5) * 2f64.powi(-32);
+    for pair in values.chunks_mut(2) {
+        let (radius, angle) = ((-2.0 * uniform().ln()).sqrt(), std::f64::consts::TAU * uniform());
+        for (value, part) in pair.iter_mut().zip([angle.cos(), angle.sin()]) {
+            *value = (deviation * radius * part) as f32;
+        }
+    }
 }

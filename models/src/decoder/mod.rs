@@ -47,7 +47,7 @@ pub use cache::KvCache;
 pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};
 pub use flat::FlatWeights;
-pub(crate) use flat::zeros;
+pub(crate) use flat::{normals, zeros};
 pub use flat_adapter::FlatAdapter;
 pub(crate) use flat_adapter::flat_len;
 pub(crate) use load::rounded as rounded_bytes;

@@ -9,6 +9,7 @@
 //! | `plan` | [`UnetPlan`]: counts it, layer by layer |
 //! | `weights` | [`UnetWeights`]: a checkpoint with exactly these weights |
 //! | `frames` | [`Frames`]: one shape, captured and replayed |
+//! | `schedule` | [`Schedule`]: DDIM and Euler steps |
 //! | `waves` | embedding of timesteps and sizes |
 //! | [`shapes`] | configurations of public models and of benchmarks |
 
@@ -18,6 +19,7 @@ mod forward;
 mod frames;
 mod modules;
 mod plan;
+mod schedule;
 pub mod shapes;
 mod waves;
 mod weights;
@@ -28,6 +30,7 @@ use ops::Ctx;
 pub use config::{Attention, Classes, Level, Middle, Resample, TextTime, Time, UnetConfig, Waves};
 pub use frames::{Condition, Frames, UnetShape};
 pub use plan::{LayerPlan, UnetPlan};
+pub use schedule::{Method, Schedule, Steps};
 pub use weights::UnetWeights;
 
 use crate::Error;

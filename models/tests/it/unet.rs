@@ -7,7 +7,8 @@ use burn::tensor::{Device, FloatDType};
 use checkpoint::{Checkpoint, DType, Plan, Tensor, Writer};
 use models::Error;
 use models::unet::{
-    Condition, Frames, Unet, UnetConfig, UnetOptions, UnetPlan, UnetShape, UnetWeights, shapes,
+    Condition, Frames, Schedule, Unet, UnetConfig, UnetOptions, UnetPlan, UnetShape, UnetWeights,
+    shapes,
 };
 use ops::Ctx;
 use suite::decoder::floats;
@@ -257,4 +258,44 @@ fn tensors_that_do_not_match_are_all_named() {
         text.starts_with("tensor conv_in.weight has values that are infinite or NaN"),
         "{text}"
     );
+}
+
+/// Samplings of diffusers, with `0.3 · x + timestep / 5000` in place of a model.
+#[test]
+fn schedules_are_those_of_diffusers() {
+    let text = fs::read_to_string(folder("schedules.json")).expect("a fixture");
+    let all: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        let list = value.as_array().expect("a list").iter();
+        list.map(|number| number.as_f64().expect("a number")).collect()
+    };
+    assert!(!all.is_empty());
+    for golden in &all {
+        let what = golden["config"].to_string();
+        let schedule = Schedule::from_json(&what).expect("supported");
+        let timesteps = numbers(&golden["timesteps"]);
+        let steps = schedule.steps(timesteps.len()).expect("as many as the training had");
+        let gap = steps.timesteps().iter().zip(&timesteps).map(|(a, b)| (a - b).abs());
+        assert!(crate::largest(gap) < 1e-4, "{what}: {:?} {timesteps:?}", steps.timesteps());
+        let noise = numbers(&golden["noise"]);
+        let deviation = steps.initial_deviation();
+        let mut sample: Vec<f32> = noise.iter().map(|x| (x * deviation) as f32).collect();
+        let wanted = golden["samples"].as_array().expect("a list");
+        for (at, want) in wanted.iter().enumerate() {
+            let (factor, more) = (steps.input_factor(at), steps.timesteps()[at] / 5000.0);
+            let result = |x: &f32| (0.3 * factor * f64::from(*x) + more) as f32;
+            let result: Vec<f32> = sample.iter().map(result).collect();
+            steps.step(at, &result, &mut sample);
+            let want = numbers(want);
+            let largest = crate::largest(want.iter().map(|x| x.abs()));
+            let gaps = sample.iter().zip(&want).map(|(a, b)| (f64::from(*a) - b).abs());
+            let gap = crate::largest(gaps);
+            assert!(gap <= 1e-5 * largest.max(1.0), "{what}, step {at}: {sample:?} {want:?}");
+        }
+    }
+    let ddim = Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#).expect("supported");
+    assert!(ddim.steps(0).is_err() && ddim.steps(1001).is_err());
+    let error = Schedule::from_json(r#"{"_class_name": "HeunDiscreteScheduler"}"#);
+    let error = error.expect_err("unsupported").to_string();
+    assert!(error.starts_with("scheduler_config.json: `_class_name` is \"HeunDiscreteScheduler\""));
 }

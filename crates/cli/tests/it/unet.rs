@@ -53,7 +53,7 @@ fn a_frame_of_a_folder_is_that_of_diffusers() {
     // Inputs that are missing or of another size.
     write(&input, &[("sample", &sample)]);
     let error = run(&folder, &input, &output).expect_err("refused");
-    assert!(error.contains("has no `timestep`\nhint: add the timestep"), "{error}");
+    assert!(error.contains("the input has no `timestep`\nhint: add the timestep"), "{error}");
     let odd = HostTensor::from_f32(&[2, 3, 5, 8], &[0.0; 240]).expect("as many values");
     write(&input, &[("sample", &odd), ("timestep", &timestep)]);
     let error = run(&folder, &input, &output).expect_err("refused");
@@ -62,6 +62,29 @@ fn a_frame_of_a_folder_is_that_of_diffusers() {
     );
     let error = run(&input, &input, &output).expect_err("refused");
     assert!(error.contains("\nhint: "), "{error}");
+}
+
+#[test]
+fn pictures_are_sampled_from_noise() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let picture = |seed: &str, method: &str| {
+        let path = dir.path().join("picture.png");
+        let model = fixture("unet").join("plain");
+        let args = ["unet", "run", "--backend", "cpu", "--steps", "2", "--seed", seed, "-b", "2"];
+        let paths =
+            ["--model", model.to_str().expect("UTF-8"), "--picture", path.to_str().expect("UTF-8")];
+        let done = flashover(&[&args[..], &["--method", method], &paths].concat());
+        assert!(done.status.success(), "{}", text(&done.stderr));
+        let file = std::fs::File::open(&path).expect("written");
+        let mut reader = png::Decoder::new(std::io::BufReader::new(file)).read_info().expect("PNG");
+        let mut pixels = vec![0; reader.output_buffer_size().expect("small")];
+        let info = reader.next_frame(&mut pixels).expect("PNG");
+        assert_eq!((info.width, info.height), (2 * 8, 6));
+        pixels
+    };
+    let first = picture("1", "ddim");
+    assert_eq!(first, picture("1", "ddim"));
+    assert!(first != picture("2", "ddim") && first != picture("1", "euler"));
 }
 
 #[test]

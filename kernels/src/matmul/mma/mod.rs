@@ -185,7 +185,9 @@ impl MmaConfig {
         if !arch.async_copy || !arch.inline_ptx() {
             return Err(lacks("asynchronous copies"));
         }
-        let powers = [("tile_m", self.tile_m), ("tile_n", self.tile_n), ("tile_k", self.tile_k)];
+        // Rows of a shared tile may be any number.
+        let tile_n = if tiles[1].transposed { self.tile_n } else { 16 };
+        let powers = [("tile_m", self.tile_m), ("tile_n", tile_n), ("tile_k", self.tile_k)];
         if let Some((name, value)) = powers.into_iter().find(|(_, v)| !v.is_power_of_two()) {
             return Err(shape(
                 name,
@@ -259,12 +261,13 @@ impl MmaConfig {
     pub(crate) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> MmaPlan {
         let [lhs, rhs] = self.tiles(problem);
         let [width_lhs, width_rhs, _] = problem.widest();
-        let (units, exact) = (self.units() as usize, problem.divides(self.tile(), self.tile_k));
+        // Without edges, ptxas issues what a window's next item needs for every tile: see `window_feed`.
+        let exact = problem.divides(self.tile(), self.tile_k) && problem.window.is_none();
+        let units = self.units() as usize;
         let copies = |shape, width| CopyPlan { shape, width, units, exact };
-        let inside = exact && problem.window.is_none();
         MmaPlan {
             config: Self { parts: 1, ..*self },
-            lhs: CopyPlan { exact: inside, ..copies(lhs, width_lhs) },
+            lhs: copies(lhs, width_lhs),
             rhs: copies(rhs, width_rhs),
             inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
             fixed_stages: false,
@@ -292,6 +295,14 @@ const CONFIGS: [MmaConfig; 11] = [
     MmaConfig::SMALLEST,
 ];
 
+/// Configs for channels of U-Nets, which 160 or 192 divide but no large power of two.
+const CHANNELS: [MmaConfig; 4] = [
+    MmaConfig::new([64, 160, 64], [2, 2], 3),
+    MmaConfig::new([64, 192, 32], [2, 2], 3),
+    MmaConfig::new([64, 192, 64], [2, 2], 3),
+    MmaConfig::new([128, 192, 32], [4, 2], 4),
+];
+
 impl MmaConfig {
     /// Smallest tile; every other config needs at least as much.
     pub(super) const SMALLEST: Self = Self::new([16, 32, 128], [1, 2], 6);
@@ -311,7 +322,11 @@ impl MmaConfig {
 
 impl Path for MmaConfig {
     fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
-        Self::fitted(&CONFIGS, arch, problem)
+        let mut configs = Self::fitted(&CONFIGS, arch, problem);
+        let divides = |c: &Self| problem.n.is_multiple_of(c.tile_n);
+        let own: Vec<_> = CHANNELS.into_iter().filter(divides).collect();
+        configs.extend(Self::fitted(&own, arch, problem));
+        configs
     }
 
     fn sizes(&self) -> Vec<(&'static str, u32)> {
