@@ -1,8 +1,8 @@
 """Times U-Nets of diffusers with random weights: eager, and compiled by torch.compile with max-autotune, channels last.
 
-    python3 unet.py SHAPE[,SHAPE] BATCH[,BATCH] [DTYPE] [eager] [compile]
+    python3 -P unet.py SHAPE[,SHAPE] BATCH[,BATCH] [DTYPE] [eager] [compile]
 
-Shapes are those of `flashover unet`. Prints one JSON object per measurement: median milliseconds of a frame, and the bytes that
+Without -P, Python imports the script torch.py of this folder in place of torch. Shapes are those of `flashover unet`. Prints one JSON object per measurement: median milliseconds of a frame, and the bytes that
 torch reserved.
 """
 

@@ -191,29 +191,9 @@ struct RunArgs {
     load: LoadArgs,
 }
 
+/// A model and a frame.
 #[derive(clap::Args)]
-struct PlanArgs {
-    /// Shape, or a config.json
-    #[arg(long, required_unless_present = "model", conflicts_with = "model")]
-    shape: Option<String>,
-    /// Folder with config.json and safetensors of diffusers
-    #[arg(long, short)]
-    model: Option<PathBuf>,
-    /// Samples of a frame
-    #[arg(long, short, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
-    batch: u16,
-    /// Compute dtype
-    #[arg(long, default_value = "f16")]
-    dtype: Precision,
-    /// Print a line for each layer
-    #[arg(long)]
-    layers: bool,
-    #[command(flatten)]
-    size: SizeArgs,
-}
-
-#[derive(clap::Args)]
-struct ProfileArgs {
+struct FrameArgs {
     /// Shape with random weights, or a config.json
     #[arg(long, required_unless_present = "model", conflicts_with = "model")]
     shape: Option<String>,
@@ -226,11 +206,26 @@ struct ProfileArgs {
     /// Compute dtype
     #[arg(long, default_value = "f16")]
     dtype: Precision,
+    #[command(flatten)]
+    size: SizeArgs,
+}
+
+#[derive(clap::Args)]
+struct PlanArgs {
+    /// Print a line for each layer
+    #[arg(long)]
+    layers: bool,
+    #[command(flatten)]
+    of: FrameArgs,
+}
+
+#[derive(clap::Args)]
+struct ProfileArgs {
     /// Also write a trace of every kernel launch, for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     #[command(flatten)]
-    size: SizeArgs,
+    of: FrameArgs,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -473,14 +468,14 @@ fn png_of(samples: &[f32], shape: UnetShape, channels: usize) -> anyhow::Result<
 fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let device = args.load.device.open()?;
-    let options = args.dtype.options(args.load.policy);
-    let model = match (&args.model, &args.shape) {
+    let options = args.of.dtype.options(args.load.policy);
+    let model = match (&args.of.model, &args.of.shape) {
         (Some(model), _) => UnetModel::load(&device, model, &options)?,
         (None, shape) => {
             UnetModel::random(&device, shape.as_deref().unwrap_or_default(), &options)?
         }
     };
-    let shape = args.size.shape(model.config(), args.batch.into());
+    let shape = args.of.size.shape(model.config(), args.of.batch.into());
     let profile = model.profile(shape)?;
     let kernels = profile.trace.busy_ns();
     let mut text = format!(
@@ -513,13 +508,13 @@ fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
 }
 
 fn plan(args: &PlanArgs) -> anyhow::Result<()> {
-    let config = match (&args.model, &args.shape) {
+    let config = match (&args.of.model, &args.of.shape) {
         (Some(model), _) => UnetWeights::open(model)?.config().clone(),
         (None, shape) => UnetModel::shape(shape.as_deref().unwrap_or_default())?,
     };
-    let shape = args.size.shape(&config, args.batch.into());
+    let shape = args.of.size.shape(&config, args.of.batch.into());
     let plan = UnetPlan::new(&config, shape.batch, shape.size, shape.tokens)?;
-    let each = args.dtype.bytes();
+    let each = args.of.dtype.bytes();
     let mib = |values: u128| (values * each) as f64 / f64::from(1 << 20);
     let mut text = String::new();
     if args.layers {

@@ -29,7 +29,7 @@ pub struct Condition<'a> {
     pub timesteps: &'a [f32],
     /// Features of the text, `[batch, tokens, width]`.
     pub text: Option<&'a [f32]>,
-    /// Class of each sample; the number of a timestep-like class embedding.
+    /// Class of each sample, or one for all. If the classes are embedded like timesteps, any number.
     pub classes: Option<&'a [f32]>,
     /// Pooled features of the text, `[batch, width]`.
     pub pooled_text: Option<&'a [f32]>,

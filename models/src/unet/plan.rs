@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use ops::Activation;
 
-use super::config::{Attention, UnetConfig};
+use super::config::UnetConfig;
 use super::forward::{
     Columns, ConvWith, Forward, GroupNormWith, Image, Inputs, LinearWith, Machine,
 };
@@ -33,8 +33,6 @@ pub struct LayerPlan {
 pub struct UnetPlan {
     /// Layers in the order of the forward pass.
     pub layers: Vec<LayerPlan>,
-    /// Results of the largest matmul or convolution that may sum in parts.
-    pub largest_result: u128,
 }
 
 impl UnetPlan {
@@ -98,13 +96,6 @@ impl UnetConfig {
             false => Err(Error::SampleSize { size, multiple }),
         }
     }
-
-    /// Returns true if the model attends to a text.
-    pub fn reads_text(&self) -> bool {
-        let middle = self.middle.iter().filter_map(|middle| middle.attention.as_ref());
-        let levels = self.down.iter().chain(&self.up).filter_map(|level| level.attention.as_ref());
-        middle.chain(levels).any(|attention| matches!(attention, Attention::Text { .. }))
-    }
 }
 
 /// A machine that counts.
@@ -164,11 +155,7 @@ impl Counter {
 
     /// Counts a matmul `[m, k] · [k, n]` and returns its result.
     fn product(&self, m: usize, n: usize, k: usize, parameters: u128) -> Counted {
-        let results = m as u128 * n as u128;
-        self.count(1, parameters, 2 * results * k as u128);
-        let mut state = self.state.borrow_mut();
-        state.plan.largest_result = state.plan.largest_result.max(results);
-        drop(state);
+        self.count(1, parameters, 2 * m as u128 * n as u128 * k as u128);
         self.made(m, n)
     }
 

@@ -107,8 +107,7 @@ pub fn conv2d(
     convolved(ctx, x, weight, options, reading)
 }
 
-/// Computes [`conv2d`] in one dimension. Heights of the options are ignored, except that `stride`, `padding` and `dilation` must
-/// leave them alone.
+/// Computes [`conv2d`] in one dimension. The options for the height must be neutral: no padding, not doubled.
 ///
 /// # Shapes
 /// x `[batch, channels, length]`, weight `[filters, channels / groups, taps]`, result `[batch, filters, out length]`.
@@ -122,6 +121,7 @@ pub fn conv1d(
     options: ConvOptions,
 ) -> Result<Tensor<3>, OpError> {
     let out = conv2d(ctx, x.unsqueeze_dim(2), weight.unsqueeze_dim(2), options)?;
+    same_shape("the height", &[out.dims()[2]], &[1])?;
     Ok(out.squeeze_dim(2))
 }
 

@@ -357,6 +357,9 @@ fn invalid_operands_are_refused() {
     let error = conv2d(&ctx, x.clone(), half, own()).expect_err("refused");
     assert!(matches!(error, OpError::DType { what: "weight", .. }));
     let doubled = ConvOptions { doubled: true, ..own() };
+    let (row, taps) = (tensor([1, 2, 5], 1, &device), tensor([2, 2, 3], 2, &device));
+    let text = conv1d(&ctx, row, taps, doubled.clone()).expect_err("refused").to_string();
+    assert!(text.starts_with("the height has shape [2], expected [1]"), "{text}");
     let turned: Tensor<4> = tensor([4, 2, 3, 3], 2, &device);
     let error = conv_transpose2d(&ctx, x.clone(), turned, [0, 0], doubled).expect_err("refused");
     assert!(matches!(error, OpError::Transposed));
