@@ -79,6 +79,27 @@ pub enum OpError {
         /// Shape of the scores, `[batch, heads, seq_q, seq_kv]`
         scores: Vec<usize>,
     },
+    /// A window of a pooling that does not fit an axis, is empty, or is a mean of pixels that lie apart.
+    #[error(
+        "a window of {size} pixels with padding {padding:?} does not fit {image} pixels\nhint: use a \
+         padding of at most half a window, and no dilation for means"
+    )]
+    Window {
+        /// Pixels of the window.
+        size: usize,
+        /// Pixels of the image along the axis.
+        image: usize,
+        /// Pixels before and after it.
+        padding: [usize; 2],
+    },
+    /// A resizing from or to an image without pixels.
+    #[error("cannot resize an image of {from:?} to {to:?} pixels\nhint: both need pixels")]
+    Resize {
+        /// Height and width of the image.
+        from: [usize; 2],
+        /// Height and width of the result.
+        to: [usize; 2],
+    },
     /// A tensor whose dtype does not match the other operands.
     #[error("{what} is {have:?}, expected {need:?}\nhint: cast it; all operands share one dtype")]
     DType {

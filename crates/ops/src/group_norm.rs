@@ -28,6 +28,7 @@ use crate::activate::finish;
 use crate::call::{
     Call, Optional, float_dtype, float_of, on_cubecl, result_like, same_dtype, same_shape, size_of,
 };
+use crate::layout::pitched;
 use crate::{Ctx, OpError};
 
 /// A group norm apart from its image.
@@ -88,7 +89,7 @@ pub fn group_norm(
         dtype: float_of(dtype)?,
         eps,
         activation,
-        modulated: modulation.is_some(),
+        modulation_pitch: if modulation.is_some() { size_of(2 * all)? } else { 0 },
     };
     let problem = problem.checked()?;
     let call = Call::new(ctx);
@@ -129,18 +130,23 @@ impl GroupNormOps for CubeBackend {
         bias: CubeTensor,
         second: Optional<Self>,
         modulation: Optional<Self>,
-        problem: GroupNormProblem,
+        mut problem: GroupNormProblem,
         call: Call,
     ) -> CubeTensor {
         let [batch, height, width, _] = x.meta.shape().dims();
         let out = result_like(&x, [batch, height, width, problem.width() as usize], problem.dtype);
         let dense = |tensor| into_contiguous(tensor).handle;
+        let modulation = modulation.into_option().map(|modulation| {
+            let (modulation, pitch) = pitched(modulation);
+            problem.modulation_pitch = pitch;
+            modulation
+        });
         let operands = GroupNormOperands {
             x: dense(x),
             second: second.into_option().map(dense),
             weight: dense(weight),
             bias: dense(bias),
-            modulation: modulation.into_option().map(dense),
+            modulation,
             out: out.handle.clone(),
         };
         if let Err(e) = call.ctx.run::<GroupNorm>(&out, &problem, &operands) {
@@ -234,8 +240,8 @@ impl<B: GroupNormOps, C: CheckpointStrategy> GroupNormOps for Autodiff<B, C> {
             let modulation = Optional::from_tensor(modulation);
             return Self::normalise_groups(x, weight, bias, absent, modulation, problem, call);
         }
-        if problem.modulated || problem.activation.is_some() {
-            let bare = GroupNormProblem { modulated: false, activation: None, ..problem };
+        if problem.modulation_pitch > 0 || problem.activation.is_some() {
+            let bare = GroupNormProblem { modulation_pitch: 0, activation: None, ..problem };
             let absent = || Optional::Absent;
             let mut out = Self::normalise_groups(x, weight, bias, absent(), absent(), bare, call);
             if let Some(modulation) = modulation {

@@ -2,6 +2,7 @@
 
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::server::Handle;
 use kernels::matmul::{Batches, Layout, Operand};
 
 /// A tensor as a batch of matrices: its last two axes, and the strides of its batch axes, outermost first.
@@ -64,6 +65,17 @@ pub(crate) fn rows_of(tensor: CubeTensor) -> (CubeTensor, usize) {
             let width = tensor.meta.shape()[1];
             (into_contiguous(tensor), width)
         }
+    }
+}
+
+/// Returns the memory of a matrix, and the elements between its rows. Copies a matrix whose rows are not
+/// aligned for vectors.
+pub(crate) fn pitched(tensor: CubeTensor) -> (Handle, u32) {
+    let width = tensor.meta.shape()[1];
+    let (tensor, apart) = rows_of(tensor);
+    match u32::try_from(apart) {
+        Ok(pitch) if apart == width || pitch % 8 == 0 => (tensor.handle, pitch),
+        _ => (into_contiguous(tensor).handle, width as u32),
     }
 }
 

@@ -1,7 +1,7 @@
 //! GPU kernels as functions of Burn tensors, with gradients.
 //!
 //! Provides matmul, attention (forward and backward), decode attention over contiguous or paged KV caches,
-//! norms, convolutions, RoPE and sampling. Matmuls also take NF4, FP4, int8 and Q8_0 weights. Only this crate depends on
+//! norms, convolutions, pooling, RoPE and sampling. Matmuls also take NF4, FP4, int8 and Q8_0 weights. Only this crate depends on
 //! both the kernels and Burn.
 //!
 //! ```
@@ -46,6 +46,7 @@ mod matmul;
 mod memory;
 mod norm;
 mod offsets;
+mod pool;
 mod quantized;
 mod rope;
 mod sample;
@@ -63,7 +64,7 @@ pub use attention::{
 pub use capture::{StreamGuard, capture_alone, captures, stream_guard};
 /// Checkpoint files that [`QuantizedWeight`]s are read from and written to.
 pub use checkpoint;
-pub use conv::{ConvOptions, conv_transpose2d, conv1d, conv2d};
+pub use conv::{BatchNorm, ConvOptions, conv_transpose2d, conv1d, conv2d, fold_batch_norm};
 pub use ctx::{Ctx, Rehearsed};
 pub use cube::{columns, shared_columns, split_heads, view};
 pub use decode::{Cache, Cached, DecodeOptions, Lengths, Table, decode, decode_with_lse};
@@ -80,6 +81,7 @@ pub use matmul::{grouped_matmul, linear, linear_memory, matmul, takes_norm};
 pub use memory::{GRAPH_OVERHEAD, Liveness, MemoryProfile, OpMemory, pool_overhead};
 pub use norm::{NormWeights, norm, norm_memory};
 pub use offsets::Groups;
+pub use pool::{Pool, PoolOptions, Resize, pool, resize};
 pub use quant::{Block, Scales, Scheme, WeightFormat};
 pub use quantized::{
     QuantizedLinear, QuantizedWeight, quantized_glu, quantized_glu_memory, quantized_linear,

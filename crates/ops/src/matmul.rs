@@ -344,6 +344,7 @@ impl MatmulOps for CubeBackend {
             window: None,
             interleaved: false,
             period: 0,
+            bias_pitch: 0,
         };
         let device = call.ctx.device(&lhs.device);
         let takes = |d: &arch::Device| Matmul::takes_norm(d.profile(), &problem);

@@ -75,8 +75,11 @@ impl KernelSuite for Conv {
         if p.out != p.precision.storage() {
             insert("out", p.out.name().into());
         }
-        if p.bias_per_image {
+        if p.bias_pitch > 0 {
             insert("bias_per_image", true.into());
+        }
+        if p.bias_pitch > p.filters {
+            insert("bias_pitch", p.bias_pitch.into());
         }
         let epilogue = p.epilogue.names();
         if !epilogue.is_empty() {
@@ -165,7 +168,9 @@ impl KernelSuite for Conv {
                 ConvProblem { out: other, ..p },
             ]);
             if p.groups == 1 {
-                problems.push(ConvProblem { epilogue: all, batch: 3, bias_per_image: true, ..p });
+                let p = ConvProblem { epilogue: all, batch: 3, ..p };
+                problems.push(ConvProblem { bias_pitch: p.filters, ..p });
+                problems.push(ConvProblem { bias_pitch: p.filters + 40, ..p });
             }
         }
         if matches!(precision, Precision::F32 | Precision::F16) {
@@ -198,7 +203,7 @@ impl KernelSuite for Conv {
             ConvProblem { groups: 2, ..base },
             ConvProblem { groups: 64, filters: 64, ..base },
             plain(1, [8, 8], [640, 64], [3, 3]),
-            ConvProblem { bias_per_image: true, ..base },
+            ConvProblem { bias_pitch: 136, ..base },
         ];
         cases(problems, 51_000)
     }
@@ -457,8 +462,13 @@ fn verdict(
             pixels.flat_map(|(first, second)| [first, second].concat()).collect()
         }
     };
+    let (filters, pitch) = (p.filters as usize, p.bias_pitch.max(p.filters) as usize);
+    let bias = host.bias.as_ref().map(|bias| {
+        let rows = bias.chunks(pitch);
+        rows.flat_map(|row| &row[..filters]).copied().collect::<Vec<_>>()
+    });
     let epilogue = reference::Epilogue {
-        bias: host.bias.as_deref(),
+        bias: bias.as_deref(),
         activation: p.epilogue.activation.map(reference_activation),
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),

@@ -64,8 +64,11 @@ impl KernelSuite for GroupNorm {
         if let Some(activation) = p.activation {
             insert("activation", activation.name().into());
         }
-        if p.modulated {
+        if p.modulation_pitch > 0 {
             insert("modulated", true.into());
+        }
+        if p.modulation_pitch > 2 * p.width() {
+            insert("modulation_pitch", p.modulation_pitch.into());
         }
         all
     }
@@ -109,7 +112,10 @@ impl KernelSuite for GroupNorm {
             add(p, Inputs::Normal);
             let activation = Some(Activation::Silu);
             add(GroupNormProblem { activation, ..p }, Inputs::Shifted);
-            add(GroupNormProblem { activation, modulated: true, ..p }, Inputs::Normal);
+            for more in [0, 24] {
+                let modulation_pitch = 2 * p.width() + more;
+                add(GroupNormProblem { activation, modulation_pitch, ..p }, Inputs::Normal);
+            }
         }
         add(problem(2, 70, [32, 0], 4, dtype), Inputs::Special);
         for activation in Activation::ALL {
@@ -129,11 +135,9 @@ impl KernelSuite for GroupNorm {
             (3, 200, [60, 60], 4),
         ];
         let cases = each.into_iter().enumerate().map(|(at, (batch, pixels, channels, groups))| {
-            let problem = GroupNormProblem {
-                activation: Some(Activation::Silu),
-                modulated: true,
-                ..problem(batch, pixels, channels, groups, dtype)
-            };
+            let p = problem(batch, pixels, channels, groups, dtype);
+            let (activation, modulation_pitch) = (Some(Activation::Silu), 2 * p.width());
+            let problem = GroupNormProblem { activation, modulation_pitch, ..p };
             EdgeCase { problem, inputs: Inputs::Shifted, seed: 53_500 + at as u64 }
         });
         cases.collect()
@@ -165,7 +169,9 @@ impl KernelSuite for GroupNorm {
             second: if p.channels[1] > 0 { image(1)? } else { Vec::new() },
             weight: make(width, 2)?,
             bias: make(width, 3)?,
-            modulation: p.modulated.then(|| make(2 * p.batch as usize * width, 4)).transpose()?,
+            modulation: (p.modulation_pitch > 0)
+                .then(|| make(p.modulation_len(), 4))
+                .transpose()?,
         };
         let client = device.client();
         let upload = |values: &[f32]| client.create_from_slice(&padded(&dtype.encode(values)));
@@ -198,7 +204,7 @@ impl KernelSuite for GroupNorm {
             second: part(&operands.second, p.len(1))?.unwrap_or_default(),
             weight: load(&operands.weight, width)?,
             bias: load(&operands.bias, width)?,
-            modulation: part(&operands.modulation, 2 * p.batch as usize * width)?,
+            modulation: part(&operands.modulation, p.modulation_len())?,
         };
         verdict(device, p, operands, &host)
     }
@@ -231,7 +237,8 @@ impl KernelSuite for GroupNorm {
     }
 
     fn torch(p: &GroupNormProblem) -> Option<Value> {
-        let plain = p.channels[1] == 0 && !p.modulated && p.activation == Some(Activation::Silu);
+        let plain =
+            p.channels[1] == 0 && p.modulation_pitch == 0 && p.activation == Some(Activation::Silu);
         plain.then(|| {
             json!({
                 "op": Self::NAME,
@@ -252,7 +259,7 @@ impl KernelSuite for GroupNorm {
         vec![
             case(silu(small), usize::MAX),
             case(silu(problem(8, 4096, [640, 320], 32, DType::F16)), usize::MAX),
-            case(silu(GroupNormProblem { modulated: true, ..small }), 2),
+            case(silu(GroupNormProblem { modulation_pitch: 2 * small.width(), ..small }), 2),
             case(problem(1, 4096, [320, 0], 32, DType::Bf16), 2),
             case(silu(problem(1, 4096, [320, 0], 32, DType::F32)), 2),
             case(problem(1, 100, [3, 0], 3, DType::F32), 1),
@@ -285,11 +292,15 @@ fn verdict(
             pixels.flat_map(|(first, second)| [first, second].concat()).collect()
         }
     };
+    let modulation = host.modulation.as_ref().map(|all| {
+        let rows = all.chunks(p.modulation_pitch as usize);
+        rows.flat_map(|row| &row[..2 * p.width() as usize]).copied().collect::<Vec<_>>()
+    });
     let of = reference::GroupNormOperands {
         x: &joined,
         weight: &host.weight,
         bias: &host.bias,
-        modulation: host.modulation.as_deref(),
+        modulation: modulation.as_deref(),
     };
     let comparison = norm.check(of, &dtype.decode(&bytes)?, dtype)?;
     Ok(Verdict { comparison, digest: fnv1a(&bytes) })
@@ -302,7 +313,15 @@ fn problem(
     groups: u32,
     dtype: DType,
 ) -> GroupNormProblem {
-    let (eps, activation, modulated) = (1e-5, None, false);
-    let p = GroupNormProblem { batch, pixels, channels, groups, dtype, eps, activation, modulated };
+    let p = GroupNormProblem {
+        batch,
+        pixels,
+        channels,
+        groups,
+        dtype,
+        eps: 1e-5,
+        activation: None,
+        modulation_pitch: 0,
+    };
     p.checked().expect("sizes are valid")
 }

@@ -157,7 +157,8 @@ pub(super) fn launch(
             problem.filters / problem.groups,
             window.taps[0] * window.taps[1],
             config.results,
-            problem.bias_per_image,
+            problem.bias_pitch,
+            problem.bias_pitch > 0,
             [elem(storage), elem(problem.out)],
         );
     }
@@ -176,6 +177,7 @@ fn convolve<F: Float, E: Float, N: Size>(
     per_group: u32,
     taps: u32,
     results: u32,
+    bias_pitch: u32,
     #[comptime] bias_per_image: bool,
     #[define(F, E)] _dtypes: [ElemType; 2],
 ) {
@@ -204,7 +206,7 @@ fn convolve<F: Float, E: Float, N: Size>(
             }
             let mut first = 0usize.runtime();
             if comptime!(bias_per_image) {
-                first = (pixel / gather.windows * count) as usize;
+                first = (pixel / gather.windows * bias_pitch) as usize;
             }
             let columns = Columns { first, count };
             let value = finish.one(sum, at, filter, &columns);

@@ -29,10 +29,10 @@ pub struct ConvProblem {
     pub precision: Precision,
     /// Element type of the result.
     pub out: DType,
-    /// The bias is `[filters]`, or with `bias_per_image` `[batch, filters]`.
     pub epilogue: Epilogue,
+    /// Elements from the bias of one image to that of the next: `filters`, or a larger multiple of 8. 0 for one bias of all images.
     #[serde(default)]
-    pub bias_per_image: bool,
+    pub bias_pitch: u32,
 }
 
 /// Reason why a convolution is invalid.
@@ -83,14 +83,13 @@ impl ConvProblem {
             precision,
             out: precision.storage(),
             epilogue: Epilogue::default(),
-            bias_per_image: false,
+            bias_pitch: 0,
         }
     }
 
     /// Returns the elements of the bias.
     pub fn bias_len(&self) -> usize {
-        let images = if self.bias_per_image { self.batch } else { 1 };
-        images as usize * self.filters as usize
+        (self.batch - 1) as usize * self.bias_pitch as usize + self.filters as usize
     }
 
     /// Returns the problem if it is valid.
@@ -123,7 +122,7 @@ impl ConvProblem {
         if groups > 1 && self.channels[1] > 0 {
             return Err(InvalidConv::Joined);
         }
-        if groups > 1 && self.bias_per_image {
+        if groups > 1 && self.bias_pitch > 0 {
             return Err(InvalidConv::Bias);
         }
         for axis in 0..2 {
@@ -245,8 +244,9 @@ impl ConvProblem {
             MatmulProblem::windows(self.batch, self.window(), filters, self.precision)?
         };
         let [height, width] = self.output();
-        let period = if self.bias_per_image { height * width } else { 0 };
-        Ok(MatmulProblem { out: self.out, epilogue: self.epilogue, period, ..problem })
+        let (epilogue, bias_pitch) = (self.epilogue, self.bias_pitch);
+        let period = if bias_pitch > 0 { height * width } else { 0 };
+        MatmulProblem { out: self.out, epilogue, period, bias_pitch, ..problem }.checked()
     }
 
     /// Returns the matmul of equal sizes over a matrix of the windows, which a convolution never makes.

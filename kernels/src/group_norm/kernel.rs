@@ -50,7 +50,7 @@ impl Plan {
             rows,
             held: if holds { each } else { 0 },
             activation: p.activation,
-            modulated: p.modulated,
+            modulated: p.modulation_pitch > 0,
             ptx: arch.inline_ptx() && size == 2,
             rounds: by_hand(arch, p.dtype),
         }
@@ -72,6 +72,7 @@ pub(super) fn launch(
     let (width, per_group) = (p.vector(arch) as usize, p.per_group(arch));
     let (address, dtype) = (index_width(p.elements() as u64), elem(p.dtype));
     let vectors = p.width() / width as u32;
+    let pitch = p.modulation_pitch / width as u32;
     // SAFETY: all lengths below follow from the problem, and the kernels read and write pixels of its images only.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let x = || buffer(&operands.x, p.len(0) / width);
@@ -79,18 +80,17 @@ pub(super) fn launch(
     let affine = || {
         let (row, weight) = (vectors as usize, &operands.weight);
         // An absent modulation is bound to another buffer, which the kernel does not read.
-        let (modulation, rows) = match &operands.modulation {
-            Some(modulation) => (modulation, 2 * p.batch as usize),
-            None => (weight, 1),
+        let modulation = match &operands.modulation {
+            Some(modulation) => buffer(modulation, p.modulation_len() / width),
+            None => buffer(weight, row),
         };
-        let (weight, bias) = (buffer(weight, row), buffer(&operands.bias, row));
-        (weight, bias, buffer(modulation, rows * row))
+        (buffer(weight, row), buffer(&operands.bias, row), modulation)
     };
     let (rows, groups, chunks) = match *c {
         GroupNormConfig::Alone { units } => {
             let parts = u64::from(p.batch) * u64::from(p.groups);
             let cubes = CubeCount::Static(crate::cubes(arch, parts, units), 1, 1);
-            let sizes = SizesLaunch::new(p.pixels, p.pixels, 1, p.eps);
+            let sizes = SizesLaunch::new(p.pixels, p.pixels, 1, pitch, p.eps);
             let (weight, bias, modulation) = affine();
             // SAFETY: see above.
             unsafe {
@@ -120,7 +120,7 @@ pub(super) fn launch(
     let plan = Plan::new(arch, p, [rows, groups, chunks]);
     let dim = CubeDim::new_1d(rows * groups * per_group);
     let cubes = CubeCount::Static(p.batch * (p.groups / groups), chunks, 1);
-    let sizes = || SizesLaunch::new(p.pixels, p.pixels.div_ceil(chunks), chunks, p.eps);
+    let sizes = || SizesLaunch::new(p.pixels, p.pixels.div_ceil(chunks), chunks, pitch, p.eps);
     let (weight, bias, modulation) = affine();
     let Some(scratch) = scratch else {
         // SAFETY: see above.
@@ -239,6 +239,8 @@ struct Sizes {
     pixels: u32,
     span: u32,
     chunks: u32,
+    /// Vectors from the scales of one image to those of the next.
+    modulation_pitch: u32,
     eps: f32,
 }
 
@@ -385,6 +387,7 @@ fn channels<F: Float, N: Size>(
     bias: &[Vector<F, N>],
     modulation: &[Vector<F, N>],
     scale: &RowScale,
+    sizes: &Sizes,
     image: u32,
     at: u32,
     all: u32,
@@ -399,7 +402,7 @@ fn channels<F: Float, N: Size>(
         addends[e] = f32::cast_from(biases.extract(e));
     }
     if comptime!(modulated) {
-        let from = image as usize * 2 * all as usize + at as usize;
+        let from = image as usize * sizes.modulation_pitch as usize + at as usize;
         let (scales, shifts) = (modulation[from], modulation[from + all as usize]);
         #[unroll]
         for e in 0..N::value() {
@@ -468,7 +471,7 @@ fn whole<F: Float, N: Size>(
     joined: Joined<F, N>,
     weight: &[Vector<F, N>],     // [all]
     bias: &[Vector<F, N>],       // [all]
-    modulation: &[Vector<F, N>], // [batch, 2, all]
+    modulation: &[Vector<F, N>], // [batch, pitch]: scales, then shifts
     out: &mut [Vector<F, N>],    // [batch, pixels, all]
     sizes: Sizes,
     #[comptime] plan: Plan,
@@ -488,6 +491,7 @@ fn whole<F: Float, N: Size>(
         bias,
         modulation,
         &scale,
+        &sizes,
         own.image,
         own.at,
         joined.all,
@@ -584,6 +588,7 @@ fn normalise_chunks<F: Float, N: Size>(
         bias,
         modulation,
         &scale,
+        &sizes,
         own.image,
         own.at,
         joined.all,
@@ -638,6 +643,7 @@ fn alone<F: Float, N: Size>(
                 bias,
                 modulation,
                 &scale,
+                &sizes,
                 image,
                 at,
                 joined.all,

@@ -51,8 +51,8 @@ pub struct GroupNormProblem {
     /// Constant added to the variance.
     pub eps: f32,
     pub activation: Option<Activation>,
-    /// True if each image has a scale and a shift.
-    pub modulated: bool,
+    /// Elements from the scale and shift of one image to those of the next; 0 without them.
+    pub modulation_pitch: u32,
 }
 
 /// An invalid group norm problem.
@@ -70,6 +70,10 @@ pub enum InvalidGroupNorm {
         "expected a finite eps of at least 0, got {0}\nhint: pass the eps of the model's config"
     )]
     Eps(f32),
+    #[error(
+        "expected a scale and a shift of {need} values per image, got {pitch}\nhint: pass the rows of a matrix [batch, 2 * channels]"
+    )]
+    Modulation { pitch: u64, need: u64 },
     #[error("expected f32, f16 or bf16 images, got {0}\nhint: cast the images")]
     DType(DType),
 }
@@ -91,6 +95,10 @@ impl GroupNormProblem {
         let channels = channels.map(u64::from).iter().sum::<u64>();
         if channels % u64::from(groups) != 0 {
             return Err(InvalidGroupNorm::Groups { groups, channels });
+        }
+        let pitch = u64::from(self.modulation_pitch);
+        if pitch > 0 && pitch < 2 * channels {
+            return Err(InvalidGroupNorm::Modulation { pitch, need: 2 * channels });
         }
         let sizes = [("channels", channels), ("pixels", u64::from(batch) * u64::from(pixels))];
         for (axis, size) in sizes {
@@ -122,9 +130,15 @@ impl GroupNormProblem {
         self.len(0) + self.len(1)
     }
 
-    /// Vector width in elements: the widest load that divides a group and both inputs.
+    /// Elements of the scales and shifts, up to the end of the last image's.
+    pub const fn modulation_len(&self) -> usize {
+        (self.batch as usize - 1) * self.modulation_pitch as usize + 2 * self.width() as usize
+    }
+
+    /// Vector width in elements: the widest load that divides a group, both inputs and the modulation.
     fn vector(&self, arch: &ArchProfile) -> u32 {
-        let sizes = [self.width() / self.groups, self.channels[0], self.channels[1]];
+        let [first, second] = self.channels;
+        let sizes = [self.width() / self.groups, first, second, self.modulation_pitch];
         vector(arch, self.dtype, |v| sizes.iter().all(|size| size % v == 0))
     }
 
@@ -261,7 +275,7 @@ impl Kernel for GroupNorm {
 
     fn cost(p: &GroupNormProblem) -> Cost {
         let (all, width) = (p.elements() as u64, u64::from(p.width()));
-        let rows = 2 + if p.modulated { 2 * u64::from(p.batch) } else { 0 };
+        let rows = 2 + if p.modulation_pitch > 0 { 2 * u64::from(p.batch) } else { 0 };
         Cost { flops: 8 * all, bytes: (2 * all + rows * width) * p.dtype.size() as u64 }
     }
 
@@ -285,7 +299,7 @@ impl Kernel for GroupNorm {
             second: (p.channels[1] > 0).then(|| noise(p.len(1), 1)),
             weight: noise(width, 2),
             bias: noise(width, 3),
-            modulation: p.modulated.then(|| noise(p.batch as usize * 2 * width, 4)),
+            modulation: (p.modulation_pitch > 0).then(|| noise(p.modulation_len(), 4)),
             out: queue.empty((p.elements() * p.dtype.size()).next_multiple_of(4)),
         }
     }
@@ -323,8 +337,17 @@ mod tests {
 
     fn problem(pixels: u32, channels: [u32; 2], groups: u32) -> GroupNormProblem {
         let (dtype, eps, activation) = (DType::F16, 1e-5, Some(Activation::Silu));
-        let modulated = false;
-        GroupNormProblem { batch: 2, pixels, channels, groups, dtype, eps, activation, modulated }
+        let (batch, modulation_pitch) = (2, 0);
+        GroupNormProblem {
+            batch,
+            pixels,
+            channels,
+            groups,
+            dtype,
+            eps,
+            activation,
+            modulation_pitch,
+        }
     }
 
     #[test]
@@ -367,6 +390,10 @@ mod tests {
             assert_eq!(refused(empty), InvalidGroupNorm::Empty { axis });
         }
         assert_eq!(refused(GroupNormProblem { eps: -1.0, ..valid }), InvalidGroupNorm::Eps(-1.0));
+        assert_eq!(
+            refused(GroupNormProblem { modulation_pitch: 63, ..valid }),
+            InvalidGroupNorm::Modulation { pitch: 63, need: 64 }
+        );
         let bytes = GroupNormProblem { dtype: DType::I8, ..valid };
         assert_eq!(refused(bytes), InvalidGroupNorm::DType(DType::I8));
         let large = GroupNormProblem { batch: 1 << 16, pixels: 1 << 16, ..valid };

@@ -39,6 +39,7 @@ pub(crate) struct Dims {
     pub(crate) interleaved: bool,
     /// Rows that share a row of the bias; 0 for one row of all.
     period: u32,
+    bias_pitch: u32,
     /// True with a period; repeated for the hash, too.
     #[cube(comptime)]
     pub(crate) periodic: bool,
@@ -77,7 +78,7 @@ impl Dims {
         let first = if comptime!(self.grouped || self.interleaved) {
             batch as usize * self.n as usize
         } else if comptime!(self.periodic) {
-            (row / self.period) as usize * self.n as usize
+            (row / self.period) as usize * self.bias_pitch as usize
         } else {
             0usize.runtime()
         };
@@ -118,6 +119,7 @@ impl BatchSlice {
             p.grouped,
             p.interleaved,
             p.period,
+            p.bias_pitch,
             p.period > 0,
             p.window.is_some(),
         )

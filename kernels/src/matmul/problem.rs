@@ -131,6 +131,9 @@ pub struct MatmulProblem {
     /// Rows that share a row of the bias, which is then `[m / period, n]`; 0 for one row of all.
     #[serde(default)]
     pub period: u32,
+    /// Elements from one row of such a bias to the next: n, or a larger multiple of 8.
+    #[serde(default)]
+    pub bias_pitch: u32,
 }
 
 /// Reason why a matmul problem is invalid.
@@ -151,6 +154,11 @@ pub enum InvalidMatmul {
          in rhs\nhint: pass lhs as [m, k] and rhs as [groups, k, n]"
     )]
     Groups,
+    #[error(
+        "expected rows of the bias that are n or a larger multiple of 8 elements apart, got {pitch} for n \
+         {n}\nhint: copy the bias"
+    )]
+    BiasPitch { pitch: u32, n: u32 },
     #[error(
         "expected a 4-bit weight with even n (a multiple of 32 in tile order), got n {n}\nhint: \
          join a gate and an up matrix with the same number of rows"
@@ -191,6 +199,7 @@ impl MatmulProblem {
             window: None,
             interleaved: false,
             period: 0,
+            bias_pitch: 0,
         }
         .checked()
     }
@@ -265,6 +274,10 @@ impl MatmulProblem {
         if self.grouped && (self.lhs.layout, outer, lhs) != (Layout::Row, 1, (0, 0)) {
             return Err(InvalidMatmul::Groups);
         }
+        let (n, pitch) = (self.n, self.bias_pitch);
+        if self.period > 0 && pitch != n && (pitch < n || pitch % 8 != 0) {
+            return Err(InvalidMatmul::BiasPitch { pitch, n });
+        }
         Ok(self)
     }
 
@@ -291,7 +304,11 @@ impl MatmulProblem {
         let rows = match self.period {
             _ if self.grouped || self.interleaved => self.batch(),
             0 => 1,
-            period => self.m.div_ceil(period).into(),
+            period => {
+                let rows = u64::from(self.m.div_ceil(period));
+                let last = rows.saturating_sub(1) * u64::from(self.bias_pitch);
+                return (last + u64::from(self.n)) as usize;
+            }
         };
         (rows * u64::from(self.n)) as usize
     }
@@ -366,7 +383,7 @@ impl MatmulProblem {
                 line(r, r.layout == Layout::Col),
                 whole[1] as u64,
             ]),
-            widest(&[u64::from(self.n)]),
+            widest(&[u64::from(self.n), u64::from(self.bias_pitch)]),
         ]
     }
 

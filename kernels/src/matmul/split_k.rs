@@ -69,6 +69,7 @@ pub(crate) fn add(
             vectors,
             problem.n,
             problem.period,
+            problem.bias_pitch,
             parts,
             problem.period > 0,
             glu,
@@ -86,6 +87,7 @@ fn add_parts<F: Float, E: Float, N: Size>(
     len: usize,
     columns: u32,
     period: u32,
+    bias_pitch: u32,
     parts: u32,
     #[comptime] periodic: bool,
     #[comptime] glu: bool,
@@ -108,7 +110,7 @@ fn add_parts<F: Float, E: Float, N: Size>(
             let mut first = 0usize.runtime();
             if comptime!(periodic) {
                 let row = i * N::value() / columns as usize;
-                first = row / period as usize * columns as usize;
+                first = row / period as usize * bias_pitch as usize;
             }
             let columns = Columns { first, count: columns };
             let value = finish.vector::<N>(sum, i, col, &columns);

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 use ops::{
     Activation, AttentionOptions, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind,
-    NormWeights,
+    NormWeights, Pool, PoolOptions,
 };
 
 use super::forward::{Columns, ConvWith, GroupNormWith, Image, LinearWith, Machine};
@@ -172,13 +172,7 @@ impl Machine for OnDevice {
     }
 
     fn halved(&self, x: &Image<Tensor<2>>) -> Result<Image<Tensor<2>>, Error> {
-        let ([height, width], channels, batch) = (x.size, x.channels, self.batch);
-        let (down, across) = (height / 2, width / 2);
-        let squares = x.rows.clone().reshape([batch * down, 2, across, 2, channels]);
-        let dtype = FloatDType::from(squares.dtype());
-        let squares = squares.cast(FloatDType::F32);
-        let mean = squares.mean_dim(1).mean_dim(3).cast(dtype);
-        let rows = mean.reshape([batch * down * across, channels]);
-        Ok(Image { rows, size: [down, across], channels })
+        let mean = Pool::Mean { counts_padding: false };
+        Ok(self.rows(ops::pool(self.image(x), mean, PoolOptions::new([2, 2]))?))
     }
 }

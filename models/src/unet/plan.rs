@@ -258,7 +258,7 @@ impl Machine for Counter {
     }
 
     fn halved(&self, x: &Image<Counted>) -> Result<Image<Counted>, Error> {
-        self.count(4, 0, x.rows.0.values());
+        self.count(1, 0, x.rows.0.values());
         Ok(self.image(x.size.map(|size| size / 2), x.channels))
     }
 }

@@ -7,6 +7,7 @@
 //! Without gradients the epilogue is fused. With gradients only the bias is fused, and the rest is ordinary differentiable ops.
 
 mod backward;
+mod batch_norm;
 mod transposed;
 
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -23,10 +24,12 @@ use kernels::matmul::{Activation, Constant, Precision, Reading};
 
 use crate::activate::finish;
 use crate::call::{Call, Optional, Parts, on_cubecl, result_like, same_dtype, same_shape, size_of};
+use crate::layout::pitched;
 use crate::matmul::MatmulOps;
 use crate::{Ctx, OpError};
 
 use backward::{ConvBackward, Saved};
+pub use batch_norm::{BatchNorm, fold_batch_norm};
 pub use transposed::conv_transpose2d;
 
 /// Geometry of a convolution, and ops that are fused into it. Pairs are height, then width.
@@ -184,7 +187,7 @@ fn convolved(
             factor: options.factor.map(Constant::new),
             ..kernels::matmul::Epilogue::default()
         },
-        bias_per_image: image_bias.is_some(),
+        bias_pitch: if image_bias.is_some() { size_of(filters)? } else { 0 },
     };
     let problem = problem.checked()?;
     let [down, across] = problem.output().map(|size| size as usize);
@@ -256,20 +259,29 @@ impl ConvOps for CubeBackend {
         second: Optional<Self>,
         bias: Optional<Self>,
         residual: Optional<Self>,
-        problem: ConvProblem,
+        mut problem: ConvProblem,
         call: Call,
     ) -> CubeTensor {
         let [height, width] = problem.output().map(|size| size as usize);
         let shape = [problem.batch as usize, height, width, problem.filters as usize];
         let out = result_like(&x, shape, problem.out);
         let dense = |tensor| into_contiguous(tensor).handle;
+        let (bias, image_bias) = match problem.bias_pitch {
+            0 => (bias, None),
+            _ => (Optional::Absent, bias.into_option()),
+        };
         let parts = Parts { bias, gate: Optional::Absent, residual, norm: Optional::Absent };
+        let mut epilogue = parts.buffers();
+        if let Some(bias) = image_bias {
+            let (bias, pitch) = pitched(bias);
+            (epilogue.bias, problem.bias_pitch) = (Some(bias), pitch);
+        }
         let operands = ConvOperands {
             x: dense(x),
             second: second.into_option().map(dense),
             filters: dense(weight),
             out: out.handle.clone(),
-            epilogue: parts.buffers(),
+            epilogue,
         };
         if let Err(e) = call.ctx.run::<Conv>(&out, &problem, &operands) {
             call.fail(e);
@@ -304,14 +316,14 @@ impl<B: ConvOps, C: CheckpointStrategy> ConvOps for Autodiff<B, C> {
             return Self::convolve(x, weight, Optional::Absent, bias, residual, problem, call);
         }
         let kernels::matmul::Epilogue { activation, factor, .. } = problem.epilogue;
-        if problem.bias_per_image || activation.is_some() || residual.is_some() || factor.is_some()
-        {
-            let (fused, each) = if problem.bias_per_image { (None, bias) } else { (bias, None) };
+        let per_image = problem.bias_pitch > 0;
+        if per_image || activation.is_some() || residual.is_some() || factor.is_some() {
+            let (fused, each) = if per_image { (None, bias) } else { (bias, None) };
             let epilogue = kernels::matmul::Epilogue {
                 bias: fused.is_some(),
                 ..kernels::matmul::Epilogue::default()
             };
-            let bare = ConvProblem { epilogue, bias_per_image: false, ..problem };
+            let bare = ConvProblem { epilogue, bias_pitch: 0, ..problem };
             let absent = || Optional::Absent;
             let fused = Optional::from_tensor(fused);
             let mut sum = Self::convolve(x, weight, absent(), fused, absent(), bare, call);

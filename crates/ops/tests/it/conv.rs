@@ -1,10 +1,12 @@
 //! Convolutions and group norms against the reference. A convolution is linear in x and in its weight, so that its gradients are
 //! those of inner products: `⟨dout, x ∗ v⟩ = ⟨dweight, v⟩` for every v.
 
+use std::ops::Range;
+
 use burn::tensor::{Device, FloatDType, Tensor};
 use ops::{
-    Activation, ConvOptions, Ctx, GroupNormOptions, OpError, conv_transpose2d, conv1d, conv2d,
-    group_norm,
+    Activation, BatchNorm, ConvOptions, Ctx, GroupNormOptions, OpError, conv_transpose2d, conv1d,
+    conv2d, fold_batch_norm, group_norm,
 };
 use reference::{Conv, DType, Epilogue, GroupNorm, GroupNormOperands};
 
@@ -108,6 +110,58 @@ fn a_second_input_is_joined_and_an_image_has_its_own_bias() {
     let options = ConvOptions { second: Some(second), image_bias: Some(bias), ..base };
     let out = conv2d(&ctx, x, weight, options).expect("valid");
     close(&values(out), &want, "a second input");
+}
+
+#[test]
+fn columns_of_a_matrix_are_biases_and_modulations() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let x: Tensor<4> = tensor([2, 8, 5, 4], 1, &device);
+    let weight: Tensor<4> = tensor([8, 8, 3, 3], 2, &device);
+    // Rows of 40 are read in place, rows of 41 are copied.
+    for width in [40, 41] {
+        let matrix: Tensor<2> = tensor([2, width], 3, &device);
+        let outputs = |columns: &dyn Fn(Range<usize>) -> Tensor<2>| {
+            let image_bias = Some(columns(4..12));
+            let options = ConvOptions { image_bias, ..ConvOptions::padded([1, 1]) };
+            let conv = conv2d(&ctx, x.clone(), weight.clone(), options).expect("valid");
+            let modulation = Some(columns(8..24));
+            let options = GroupNormOptions { modulation, ..norm_options(8, &device) };
+            let norm = group_norm(&ctx, x.clone(), options).expect("valid");
+            [values(conv), values(norm)]
+        };
+        let shared = outputs(&|own| ops::columns(matrix.clone(), own).expect("a matrix"));
+        let copied = outputs(&|own| {
+            let data = matrix.clone().slice_dim(1, own).into_data();
+            Tensor::from_data(data, &device)
+        });
+        assert_eq!(shared, copied, "{width}");
+    }
+}
+
+#[test]
+fn a_batch_norm_becomes_part_of_its_convolution() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let x: Tensor<4> = tensor([2, 4, 5, 4], 1, &device);
+    let weight: Tensor<4> = tensor([6, 4, 3, 3], 2, &device);
+    let part = |seed| tensor::<1>([6], seed, &device);
+    let variance = part(6).abs();
+    let norm = BatchNorm { weight: part(3), bias: part(4), mean: part(5), variance, eps: 1e-3 };
+    for bias in [None, Some(part(7))] {
+        let conv = |weight, bias| {
+            let options = ConvOptions { bias, ..ConvOptions::default() };
+            conv2d(&ctx, x.clone(), weight, options).expect("valid")
+        };
+        let each = |part: &Tensor<1>| part.clone().reshape([1, 6, 1, 1]);
+        let factor = (norm.variance.clone() + 1e-3).sqrt().recip() * norm.weight.clone();
+        let plain = conv(weight.clone(), bias.clone()) - each(&norm.mean);
+        let want = plain * each(&factor) + each(&norm.bias);
+        let want: Vec<f64> = values(want).into_iter().map(f64::from).collect();
+        let folded = fold_batch_norm(weight.clone(), bias, norm.clone()).expect("valid");
+        close(&values(conv(folded.0, Some(folded.1))), &want, "folded");
+    }
+    let short = BatchNorm { mean: tensor([5], 5, &device), ..norm };
+    let error = fold_batch_norm(weight, None, short).expect_err("refused");
+    assert!(matches!(error, OpError::Shape { what: "mean", .. }));
 }
 
 #[test]

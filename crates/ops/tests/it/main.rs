@@ -10,6 +10,7 @@ mod int8;
 mod matmul;
 mod nf4;
 mod norm;
+mod pool;
 mod quantized;
 mod rope;
 mod training;
