@@ -14,7 +14,8 @@ use crate::model_args::DeviceArgs;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// matmul: reads lhs, rhs and optionally bias, writes out; attention: reads q, k, v and optionally bias, writes out
+    /// matmul: reads lhs, rhs and optionally bias, writes out; conv: reads x, weight and optionally bias, writes out;
+    /// attention: reads q, k, v and optionally bias, writes out
     /// and lse; with dout, the gradient of out, also dq, dk and dv
     name: String,
     /// Safetensors file with the inputs

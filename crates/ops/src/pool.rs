@@ -81,7 +81,7 @@ pub fn pool(x: Tensor<4>, kind: Pool, options: PoolOptions) -> Result<Tensor<4>,
     })
 }
 
-/// How a pixel of a resized image follows from those around its place.
+/// Rule for a pixel of a resized image, from the pixels around its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resize {
     /// The pixel at the place rounded down: torch's `nearest`.

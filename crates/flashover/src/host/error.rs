@@ -10,7 +10,7 @@ use super::tensor::TensorError;
 #[non_exhaustive]
 pub enum HostOpError {
     /// No op has this name.
-    #[error("unknown op `{0}`\nhint: use matmul or attention")]
+    #[error("unknown op `{0}`\nhint: use matmul, conv or attention")]
     UnknownOp(String),
     /// The op has no setting of this name.
     #[error("unknown setting `{key}={value}`\nhint: {op} takes {known}")]

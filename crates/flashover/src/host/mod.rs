@@ -3,12 +3,14 @@
 
 mod attention;
 mod call;
+mod conv;
 mod error;
 mod matmul;
 mod named;
 mod tensor;
 
 pub use attention::{Attended, AttentionGradients, attention, attention_backward};
+pub use conv::{ConvSettings, conv};
 pub use error::HostOpError;
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Layout, Precision};

@@ -1,12 +1,14 @@
 //! Ops by name, with settings as text, for the command line.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
 use kernels::attention::{AttentionOptions, Implementation};
 use kernels::matmul::Layout;
 use tune::Policy;
 
 use super::attention::{Attended, AttentionGradients, attention, attention_backward};
+use super::conv::{ConvSettings, conv};
 use super::error::HostOpError;
 use super::matmul::{MatmulOptions, matmul};
 use super::tensor::HostTensor;
@@ -17,11 +19,14 @@ use crate::device::Device;
 ///
 /// - `matmul` takes `lhs`, `rhs` and optionally `bias`, and returns `out`. Settings: `lhs=row|col`, `rhs=row|col`,
 ///   `tf32=true|false`.
+/// - `conv` takes `x`, `weight` and optionally `bias`, and returns `out`. Settings: `stride=2` or `2,1`, `padding=1`, `1,2`
+///   (height, width) or `1,1,0,2` (top, bottom, left, right), `dilation=2` or `2,1`, `groups=4`, `transposed=true|false`,
+///   `tf32=true|false`.
 /// - `attention` takes `q`, `k`, `v` and optionally `bias` and `dout`, and returns `out` and `lse`. Settings:
 ///   `causal=true|false`, `window=KEYS`, `scale=NUMBER`, `softcap=NUMBER`, `implementation=flash|plain`.
 ///
 /// With `dout`, the gradient of the result, `attention` also returns `dq`, `dk` and `dv`. Shapes are those of
-/// [`matmul`] and [`attention`].
+/// [`matmul`], [`conv`] and [`attention`].
 ///
 /// # Errors
 /// See [`HostOpError`].
@@ -34,6 +39,7 @@ pub fn run_op(
 ) -> Result<BTreeMap<String, HostTensor>, HostOpError> {
     let (known, text): (&[&str], _) = match name {
         "matmul" => (&["lhs", "rhs", "bias"], "lhs, rhs and optionally bias"),
+        "conv" => (&["x", "weight", "bias"], "x, weight and optionally bias"),
         "attention" => (&["q", "k", "v", "bias", "dout"], "q, k, v and optionally bias and dout"),
         _ => return Err(HostOpError::UnknownOp(name.to_owned())),
     };
@@ -50,6 +56,11 @@ pub fn run_op(
     if name == "matmul" {
         let options = matmul_options(settings)?;
         let out = matmul(device, get("lhs")?, get("rhs")?, bias, &options, policy)?;
+        return Ok(BTreeMap::from([("out".to_owned(), out)]));
+    }
+    if name == "conv" {
+        let settings = conv_settings(settings)?;
+        let out = conv(device, get("x")?, get("weight")?, bias, &settings, policy)?;
         return Ok(BTreeMap::from([("out".to_owned(), out)]));
     }
     let options = attention_options(settings)?;
@@ -100,6 +111,56 @@ fn attention_options(settings: &[(String, String)]) -> Result<AttentionOptions, 
         }
     }
     Ok(options)
+}
+
+fn conv_settings(settings: &[(String, String)]) -> Result<ConvSettings, HostOpError> {
+    let mut options = ConvSettings::default();
+    for (key, value) in settings {
+        let pair = || match numbers::<usize>(value)[..] {
+            [both] if both > 0 => Ok([both; 2]),
+            [height, width] if height > 0 && width > 0 => Ok([height, width]),
+            _ => Err(bad_value(key, value, "a number from 1, or two: height,width")),
+        };
+        match key.as_str() {
+            "stride" => options.stride = pair()?,
+            "dilation" => options.dilation = pair()?,
+            "groups" => {
+                let groups = value.parse().ok().filter(|groups| *groups > 0);
+                options.groups =
+                    groups.ok_or_else(|| bad_value(key, value, "a whole number from 1"))?;
+            }
+            "padding" => {
+                options.padding = match numbers::<i32>(value)[..] {
+                    [all] => [[all; 2]; 2],
+                    [height, width] => [[height; 2], [width; 2]],
+                    [top, bottom, left, right] => [[top, bottom], [left, right]],
+                    _ => {
+                        let takes =
+                            "one number, two (height,width) or four (top,bottom,left,right)";
+                        return Err(bad_value(key, value, takes));
+                    }
+                }
+            }
+            "transposed" => options.transposed = truth(key, value)?,
+            "tf32" => options.tf32 = truth(key, value)?,
+            _ => {
+                return Err(HostOpError::UnknownSetting {
+                    op: "conv",
+                    key: key.clone(),
+                    value: value.clone(),
+                    known: "stride=N, padding=N, dilation=N, groups=N, transposed=true|false, \
+                            tf32=true|false",
+                });
+            }
+        }
+    }
+    Ok(options)
+}
+
+/// Returns the numbers of a list with commas; nothing if one is no number.
+fn numbers<T: FromStr>(list: &str) -> Vec<T> {
+    let numbers: Result<Vec<T>, _> = list.split(',').map(str::parse).collect();
+    numbers.unwrap_or_default()
 }
 
 fn matmul_options(settings: &[(String, String)]) -> Result<MatmulOptions, HostOpError> {

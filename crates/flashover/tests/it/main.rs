@@ -145,8 +145,68 @@ fn mistakes_are_named() {
     let error = fails(&long, &wide, None);
     assert!(matches!(error, HostOpError::Memory { what: "the result", .. }), "{error}");
     assert!(error.to_string().contains("4096.0 GiB") && error.to_string().contains("\nhint: "));
-    let unknown = run_op("conv", &cpu(), &BTreeMap::new(), &[], Policy::Default);
+    let unknown = run_op("convolve", &cpu(), &BTreeMap::new(), &[], Policy::Default);
     assert!(matches!(unknown, Err(HostOpError::UnknownOp(_))));
+}
+
+#[test]
+fn convolutions_sum_their_windows() {
+    let x = integers(&[1, 2, 4, 5], 1);
+    let ones = HostTensor::from_f32(&[1, 2, 3, 3], &[1.0; 18]).expect("18 values");
+    let run = |x: &HostTensor, weight: &HostTensor, settings: &[(&str, &str)]| {
+        let inputs = [("x", x), ("weight", weight)];
+        let inputs = inputs.map(|(name, tensor)| (name.to_owned(), tensor.clone()));
+        let settings: Vec<_> =
+            settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        let out = run_op("conv", &cpu(), &BTreeMap::from(inputs), &settings, Policy::Default)?;
+        Ok::<_, HostOpError>(out["out"].clone())
+    };
+    let values = x.to_f32().expect("f32");
+    // Sum of the window whose corner is at (y, x); outside of the image are zeros.
+    let window = |top: i32, left: i32| -> f32 {
+        let inside = (0..2 * 9).filter_map(|at| {
+            let (channel, row, col) = (at / 9, top + at % 9 / 3, left + at % 3);
+            ((0..4).contains(&row) && (0..5).contains(&col))
+                .then(|| values[((channel * 4 + row) * 5 + col) as usize])
+        });
+        inside.sum()
+    };
+    let out = run(&x, &ones, &[("padding", "1")]).expect("valid");
+    assert_eq!(out.shape(), [1, 1, 4, 5]);
+    let want: Vec<f32> = (0..20).map(|at| window(at / 5 - 1, at % 5 - 1)).collect();
+    assert_eq!(out.to_f32().expect("f32"), want);
+    let out = run(&x, &ones, &[("padding", "0,1,2,0"), ("stride", "1,2")]).expect("valid");
+    assert_eq!(out.shape(), [1, 1, 3, 3]);
+    let want: Vec<f32> = (0..9).map(|at| window(at / 3, at % 3 * 2 - 2)).collect();
+    assert_eq!(out.to_f32().expect("f32"), want);
+    // A transposed convolution of ones spreads each pixel over a square.
+    let one = HostTensor::from_f32(&[1, 1, 1, 2], &[3.0, 5.0]).expect("2 values");
+    let square = HostTensor::from_f32(&[1, 1, 2, 2], &[1.0; 4]).expect("4 values");
+    let out = run(&one, &square, &[("transposed", "true"), ("stride", "2")]).expect("valid");
+    assert_eq!(
+        (out.shape(), out.to_f32().expect("f32")),
+        (&[1, 1, 2, 4][..], [3.0, 3.0, 5.0, 5.0].repeat(2))
+    );
+    // One dimension.
+    let line = HostTensor::from_f32(&[1, 1, 4], &[1.0, 2.0, 3.0, 4.0]).expect("4 values");
+    let pair = HostTensor::from_f32(&[1, 1, 2], &[1.0, -1.0]).expect("2 values");
+    let out = run(&line, &pair, &[("dilation", "2")]).expect("valid");
+    assert_eq!((out.shape(), out.to_f32().expect("f32")), (&[1, 1, 2][..], vec![-2.0, -2.0]));
+
+    let fails = |x: &HostTensor, weight: &HostTensor, settings: &[(&str, &str)]| {
+        run(x, weight, settings).expect_err("a mistake").to_string()
+    };
+    for (key, value) in [("stride", "0"), ("stride", "1,2,3"), ("dilation", "x"), ("groups", "0")] {
+        let text = fails(&x, &ones, &[(key, value)]);
+        assert!(text.starts_with(&format!("setting `{key}` does not take `{value}`")), "{text}");
+    }
+    assert!(fails(&x, &ones, &[("padding", "1,2,3")]).contains("four (top,bottom,left,right)"));
+    assert!(fails(&x, &ones, &[("pad", "1")]).contains("\nhint: conv takes stride=N"));
+    assert!(fails(&x, &pair, &[]).contains("weight has 3 axes\nhint: conv takes x [batch"));
+    assert!(fails(&x, &ones, &[("dilation", "9")]).contains("is larger than the padded image"));
+    assert!(fails(&x, &ones, &[("padding", "900000")]).contains("the result needs"));
+    let empty = HostTensor::from_f32(&[0, 2, 4, 5], &[]).expect("no values");
+    assert!(fails(&empty, &ones, &[]).contains("expected a tensor of at least 1, got 0"));
 }
 
 #[test]
