@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::{anyhow, bail};
+
 use clap::{Subcommand, ValueEnum};
 use command::OutFile;
+use flashover::device::ArchProfile;
 use flashover::host::HostTensor;
 use flashover::unet::{
     Condition, FrameSpeed, Method, Schedule, UnetConfig, UnetModel, UnetOptions, UnetPlan,
@@ -215,6 +217,9 @@ struct PlanArgs {
     /// Print a line for each layer
     #[arg(long)]
     layers: bool,
+    /// Fail if the plan exceeds the memory of a published card, such as rtx4080 or l4
+    #[arg(long, value_parser = choice::<String>(ArchProfile::cards()), hide_possible_values = true)]
+    profile: Option<String>,
     #[command(flatten)]
     of: FrameArgs,
 }
@@ -314,21 +319,23 @@ fn row(
 }
 
 const HEADER: &str = "\
-| model | dtype | batch | size | FPS | ms a frame | p50 ms | p95 ms | host us | TFLOP/s | memory GiB |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| model | dtype | batch | size | FPS | ms a frame | p50 ms | p95 ms | host us | TFLOP/s | memory GiB | planned GiB |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 ";
 
 fn line(row: &Row) -> String {
     let Row { model, dtype, batch, size: [height, width], fps, p50_ns, p95_ns, speed, .. } = row;
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let captured = if speed.captured { "" } else { " (not captured)" };
     format!(
-        "| {model}{captured} | {dtype} | {batch} | {height}x{width} | {fps:.1} | {:.3} | {:.3} | {:.3} | {:.0} | {:.1} | {:.2} |\n",
+        "| {model}{captured} | {dtype} | {batch} | {height}x{width} | {fps:.1} | {:.3} | {:.3} | {:.3} | {:.0} | {:.1} | {:.2} | {:.2} |\n",
         speed.frame_ns / 1e6,
         p50_ns / 1e6,
         p95_ns / 1e6,
         speed.host_ns / 1e3,
         speed.tflops(),
-        speed.memory.reserved_bytes as f64 / f64::from(1 << 30),
+        gib(speed.memory.reserved_bytes),
+        gib(speed.planned_bytes),
     )
 }
 
@@ -539,7 +546,26 @@ fn plan(args: &PlanArgs) -> anyhow::Result<()> {
     text += &format!("work             {:.1} GFLOP a frame\n", plan.flops() as f64 / 1e9);
     text += &format!("launches         {}, and one for each sum in parts\n", plan.launches());
     text += &format!("weights          {:.1} MiB\n", mib(plan.parameters()));
-    text += &format!("activations      {:.1} MiB\n", mib(plan.peak()));
-    text += &format!("total            {:.1} MiB\n", mib(plan.parameters() + plan.peak()));
-    Ok(command::print(&text)?)
+    let bytes = plan.activation_bytes(each as usize);
+    let total = bytes + (plan.parameters() + plan.inputs) * each;
+    let whole = |bytes: u128| bytes as f64 / f64::from(1 << 20);
+    text += &format!("inputs           {:.1} MiB\n", mib(plan.inputs));
+    text += &format!(
+        "activations      {:.1} MiB, {:.1} MiB of them live at once\n",
+        whole(bytes),
+        mib(plan.peak() - plan.inputs)
+    );
+    text += &format!("total            {:.1} MiB, and sums in parts\n", whole(total));
+    let card = args.profile.as_deref().map(ArchProfile::card).transpose()?;
+    let memory = card.as_ref().and_then(|card| card.memory_bytes.map(|bytes| (&card.name, bytes)));
+    if let Some((name, memory)) = memory {
+        text += &format!("device memory    {:.1} MiB, {name}\n", whole(memory.into()));
+    }
+    command::print(&text)?;
+    match memory {
+        Some((name, memory)) if total > memory.into() => bail!(
+            "a frame does not fit on {name}\nhint: use a smaller sample (--size), fewer samples (--batch), or f16 (--dtype)"
+        ),
+        _ => Ok(()),
+    }
 }

@@ -23,6 +23,19 @@ pub enum LoadError {
     /// The model and its workload do not fit in memory, or cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The device has too little free memory. Nothing was allocated.
+    #[error(
+        "{what} needs {need} bytes of device memory, but {free} are free\nhint: use a smaller or a single sample, f16 \
+         (--dtype f16), or a smaller model"
+    )]
+    Memory {
+        /// The weights, or a frame.
+        what: &'static str,
+        /// Bytes needed.
+        need: u64,
+        /// Free bytes of the device.
+        free: u64,
+    },
     /// The device failed, or had less free memory than planned.
     #[error(transparent)]
     Device(#[from] DeviceError),

@@ -19,7 +19,7 @@ use crate::context::{context, log_warnings, on_burn};
 use crate::device::Device;
 use crate::engine::Ceilings;
 use crate::load_error::LoadError;
-use crate::memory::MemoryUsage;
+use crate::memory::{MemoryUsage, free_bytes};
 use crate::options::Compute;
 use crate::prepare::compute_dtype;
 
@@ -59,6 +59,8 @@ pub struct FrameSpeed {
     pub flops: u64,
     /// True if the frames were replayed from a graph.
     pub captured: bool,
+    /// Bytes of the weights, the inputs and the memory that all results share.
+    pub planned_bytes: u64,
     /// Device memory of this process after the frames.
     pub memory: MemoryUsage,
 }
@@ -90,6 +92,7 @@ impl UnetModel {
         let load = load_options(device, options, weights.dtype())?;
         let ctx = context(device, options.policy.unwrap_or(Policy::Default))?;
         log_warnings(&ctx);
+        check_weights(device, weights.config(), &load)?;
         let unet = Unet::load(&weights, &on_burn(device), ctx, load)?;
         Ok(Self { unet, device: device.clone() })
     }
@@ -103,6 +106,7 @@ impl UnetModel {
         let load = load_options(device, options, FloatDType::F16)?;
         let ctx = context(device, options.policy.unwrap_or(Policy::Default))?;
         log_warnings(&ctx);
+        check_weights(device, &config, &load)?;
         let unet = Unet::random(&config, &on_burn(device), ctx, load)?;
         Ok(Self { unet, device: device.clone() })
     }
@@ -138,9 +142,19 @@ impl UnetModel {
     /// Allocates the inputs of frames of one shape.
     ///
     /// # Errors
-    /// [`LoadError::Model`] for a shape that the model cannot compute.
+    /// [`LoadError::Model`] for a shape that the model cannot compute; [`LoadError::Memory`] for one that the device has no memory
+    /// for.
     pub fn frames(&self, shape: UnetShape) -> Result<Frames, LoadError> {
+        let UnetShape { batch, size, tokens } = shape;
+        let (plan, each) = (UnetPlan::new(self.config(), batch, size, tokens)?, self.value_bytes());
+        let need = plan.activation_bytes(each) + plan.inputs * each as u128;
+        check_memory(&self.device, "a frame", need)?;
         Ok(Frames::new(&self.unet, shape)?)
+    }
+
+    /// Bytes of a value.
+    fn value_bytes(&self) -> usize {
+        burn::tensor::DType::from(self.unet.dtype()).size()
     }
 
     /// Measures `repetitions` frames with random samples, after the frames that compile, tune and capture.
@@ -182,8 +196,17 @@ impl UnetModel {
             host_ns,
             flops: u64::try_from(bench.plan.flops()).unwrap_or(u64::MAX),
             captured: frames.captured(),
+            planned_bytes: self.planned(&bench.plan),
             memory: MemoryUsage::read(&self.device),
         })
+    }
+}
+
+impl UnetModel {
+    fn planned(&self, plan: &UnetPlan) -> u64 {
+        let each = self.value_bytes();
+        let rest = (plan.parameters() + plan.inputs) * each as u128;
+        u64::try_from(plan.activation_bytes(each) + rest).unwrap_or(u64::MAX)
     }
 }
 
@@ -235,7 +258,7 @@ impl UnetModel {
         bench.frame(&mut frames)?;
         let wall_ns = begin.elapsed().as_nanos() as f64;
         let trace = recording.finish();
-        let size = burn::tensor::DType::from(self.unet.dtype()).size() as u128;
+        let size = self.value_bytes() as u128;
         let bytes = |values: u128| u64::try_from(values * size).unwrap_or(u64::MAX);
         let find = |name: &str| bench.plan.layers.iter().find(|layer| layer.name == name);
         let layers = trace.layers(|name| find(name).is_some()).into_iter().map(|own| {
@@ -329,6 +352,26 @@ pub fn sample<E: From<Error>>(
         seen(at)?;
     }
     Ok(sample)
+}
+
+/// Refuses weights that the device has no memory for.
+fn check_weights(
+    device: &Device,
+    config: &UnetConfig,
+    options: &LoadOptions,
+) -> Result<(), LoadError> {
+    let size = options.dtype.map_or(4, |dtype| burn::tensor::DType::from(dtype).size());
+    let parameters = UnetPlan::new(config, 1, [config.multiple(); 2], 1)?.parameters();
+    check_memory(device, "the model's weights", parameters * size as u128)
+}
+
+/// Refuses more than the free memory of a device, if its driver reports it.
+fn check_memory(device: &Device, what: &'static str, need: u128) -> Result<(), LoadError> {
+    let need = u64::try_from(need).unwrap_or(u64::MAX);
+    match free_bytes(device) {
+        Some(free) if need > free => Err(LoadError::Memory { what, need, free }),
+        _ => Ok(()),
+    }
 }
 
 fn load_options(

@@ -16,16 +16,19 @@ use crate::OpError;
 use crate::cube::cube;
 
 /// Every buffer of an arena begins at a multiple of these bytes, so that all devices can bind it.
-const ALIGNED: u64 = 512;
+pub(crate) const ALIGNED: u64 = 512;
 
 thread_local! {
     /// The arena that results of this thread go to.
     static OPEN: RefCell<Option<Open>> = const { RefCell::new(None) };
 }
 
-struct Open {
-    buffer: Handle,
-    next: u64,
+/// Memory for results, and for the scratch of kernels.
+pub(crate) struct Open {
+    pub(crate) buffer: Handle,
+    /// First free byte.
+    pub(crate) next: u64,
+    pub(crate) workspace: Option<Handle>,
 }
 
 /// A buffer on a device, which results of ops share.
@@ -66,7 +69,7 @@ impl Arena {
     /// [`OpError::Device`] for a device without kernels.
     pub fn keep<T>(&self, run: impl FnOnce() -> T) -> Result<T, OpError> {
         let buffer = cube(self.buffer.clone())?.handle;
-        let open = Open { buffer, next: self.next.get() };
+        let open = Open { buffer, next: self.next.get(), workspace: None };
         let (made, open) = with(Some(open), run);
         self.next.set(open.map_or(0, |open| open.next));
         Ok(made)
@@ -79,7 +82,7 @@ pub fn apart<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// Runs ops with another arena; afterwards that of before is open again.
-fn with<T>(open: Option<Open>, run: impl FnOnce() -> T) -> (T, Option<Open>) {
+pub(crate) fn with<T>(open: Option<Open>, run: impl FnOnce() -> T) -> (T, Option<Open>) {
     struct Restore(Option<Open>);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -91,6 +94,12 @@ fn with<T>(open: Option<Open>, run: impl FnOnce() -> T) -> (T, Option<Open>) {
     let own = OPEN.take();
     drop(restore);
     (made, own)
+}
+
+/// Returns the open arena's scratch memory if it has `bytes`.
+pub(crate) fn workspace(bytes: u64) -> Option<Handle> {
+    let own = OPEN.with_borrow(|open| open.as_ref()?.workspace.clone())?;
+    (own.size_in_used() >= bytes).then_some(own)
 }
 
 /// Allocates a dense result.

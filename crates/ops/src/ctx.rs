@@ -16,6 +16,7 @@ use precompile::Missing;
 use tune::{CacheError, Kernel, Key, Policy, Queue, TuneCache, Tuner};
 
 use crate::OpError;
+use crate::arena::workspace;
 
 /// Returns the CubeCL device of a Burn device.
 pub(crate) fn cube_of(device: &burn::tensor::Device) -> Result<CubeDevice, OpError> {
@@ -41,6 +42,8 @@ pub struct Rehearsed {
     /// Name of each launch in a trace, and its kernels.
     launches: Vec<(String, Box<Programs>)>,
     missing: Missing,
+    /// Bytes of the largest scratch memory of a launch.
+    workspace: u64,
 }
 
 type Programs = dyn Fn(&Device) -> Vec<Box<dyn CubeKernel>> + Send + Sync;
@@ -54,6 +57,11 @@ impl Rehearsed {
     /// Returns the number of kernels that the kernel cache lacks; 0 on backends other than CUDA.
     pub const fn count(&self) -> usize {
         self.missing.count()
+    }
+
+    /// Returns the bytes of the largest scratch memory of a launch: the sums of k in parts, mostly.
+    pub const fn workspace(&self) -> u64 {
+        self.workspace
     }
 
     /// Compiles the kernels that the kernel cache lacks, on many cores, and stores them there. Any thread may
@@ -194,6 +202,27 @@ impl Ctx {
         }
         let _operator = trace::operator(name, || K::cost(problem));
         K::launch(&Queue::Device(device), problem, config, operands, scratch);
+    }
+
+    /// Returns scratch memory for a launch: that of the open arena if it suffices.
+    pub(crate) fn scratch_of<K: Kernel>(
+        &self,
+        device: &Device,
+        problem: &K::Problem,
+        config: &K::Config,
+    ) -> Option<Handle> {
+        let bytes = K::scratch_bytes(problem, config);
+        if let Some(rehearsal) = &self.rehearsal {
+            let mut rehearsed = rehearsal.lock().unwrap_or_else(PoisonError::into_inner);
+            rehearsed.workspace = rehearsed.workspace.max(bytes);
+        }
+        match workspace(bytes).filter(|_| bytes > 0) {
+            Some(kept) => {
+                K::prepare(device, &kept);
+                Some(kept)
+            }
+            None => K::scratch(device, problem, config),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

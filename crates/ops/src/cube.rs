@@ -151,7 +151,7 @@ impl Ctx {
     ) -> Result<(), OpError> {
         let device = self.device(&on.device)?;
         let config = self.config::<K>(&device, problem)?;
-        let scratch = K::scratch(&device, problem, &config);
+        let scratch = self.scratch_of::<K>(&device, problem, &config);
         self.launch::<K>(&device, problem, &config, operands, scratch.as_ref());
         Ok(())
     }

@@ -46,6 +46,7 @@ mod matmul;
 mod memory;
 mod norm;
 mod offsets;
+mod placed;
 mod pool;
 mod quantized;
 mod rope;
@@ -81,6 +82,7 @@ pub use matmul::{grouped_matmul, linear, linear_memory, matmul, takes_norm};
 pub use memory::{GRAPH_OVERHEAD, Liveness, MemoryProfile, OpMemory, pool_overhead};
 pub use norm::{NormWeights, norm, norm_memory};
 pub use offsets::Groups;
+pub use placed::{Lifetime, Pass, Placed, places};
 pub use pool::{Pool, PoolOptions, Resize, pool, resize};
 pub use quant::{Block, Scales, Scheme, WeightFormat};
 pub use quantized::{

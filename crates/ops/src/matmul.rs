@@ -32,7 +32,6 @@ use kernels::matmul::{
     Activation, Batches, Layout, Matmul, MatmulOperands, MatmulProblem, Operand, Precision,
 };
 use kernels::norm::{NormKind, NormProblem};
-use tune::Kernel;
 
 use crate::arena::result;
 use crate::call::{
@@ -365,7 +364,7 @@ impl MatmulOps for CubeBackend {
         };
         let launched = device.and_then(|device| {
             let config = call.ctx.config::<Matmul>(&device, &problem)?;
-            let scratch = Matmul::scratch(&device, &problem, &config);
+            let scratch = call.ctx.scratch_of::<Matmul>(&device, &problem, &config);
             call.ctx.launch::<Matmul>(&device, &problem, &config, &operands, scratch.as_ref());
             Ok(())
         });

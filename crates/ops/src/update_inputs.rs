@@ -8,6 +8,7 @@ use burn::tensor::{Int, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::bytes::Bytes;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::OpError;
@@ -53,13 +54,21 @@ pub fn update_inputs<const D: usize>(
 pub fn update_floats<const D: usize>(tensor: &Tensor<D>, values: &[f32]) -> Result<(), OpError> {
     let dims = tensor.dims();
     same_shape("values", &[values.len()], &[dims.iter().product()])?;
-    let bytes: Vec<u8> = match float_of(tensor.dtype())? {
-        DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
-        DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
-        _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    let bytes = match float_of(tensor.dtype())? {
+        DType::F16 => {
+            let mut halves = vec![f16::ZERO; values.len()];
+            halves.convert_from_f32_slice(values);
+            Bytes::from_elems(halves)
+        }
+        DType::Bf16 => {
+            let mut halves = vec![bf16::ZERO; values.len()];
+            halves.convert_from_f32_slice(values);
+            Bytes::from_elems(halves)
+        }
+        _ => Bytes::from_elems(values.to_vec()),
     };
     let tensor = written("the tensor", tensor, &dims, tensor.dtype())?;
-    tensor.client.write(&tensor.handle, Bytes::from_bytes_vec(bytes));
+    tensor.client.write(&tensor.handle, bytes);
     Ok(())
 }
 

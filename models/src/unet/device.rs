@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use ops::{
     Activation, AttentionOptions, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind,
-    NormWeights, Pool, PoolOptions,
+    NormWeights, Pass, Pool, PoolOptions,
 };
 
 use super::forward::{Columns, ConvWith, GroupNormWith, Image, LinearWith, Machine};
@@ -19,12 +19,29 @@ const LAYER_NORM_EPS: f32 = 1e-5;
 #[derive(Debug, Clone)]
 pub(super) struct OnDevice {
     pub(super) ctx: Ctx,
+    /// Memory of the results, in the order of the plan; none to allocate each.
+    pub(super) places: Option<Pass>,
     pub(super) batch: usize,
     pub(super) f16_accumulation: bool,
     pub(super) tf32: bool,
 }
 
 impl OnDevice {
+    /// Runs a kernel of ours, whose result takes its place.
+    fn place<T>(&self, run: impl FnOnce() -> T) -> T {
+        match &self.places {
+            Some(places) => places.place(run),
+            None => run(),
+        }
+    }
+
+    /// Counts the result of an op that allocates it.
+    fn skip(&self) {
+        if let Some(places) = &self.places {
+            places.skip();
+        }
+    }
+
     /// Returns images with torch's axes, in the memory of their rows.
     fn image(&self, image: &Image<Tensor<2>>) -> Tensor<4> {
         let ([height, width], channels) = (image.size, image.channels);
@@ -80,7 +97,8 @@ impl Machine for OnDevice {
             ..ConvOptions::default()
         };
         let weight = weight.permute([0, 3, 1, 2]);
-        Ok(self.rows(ops::conv2d(&self.ctx, self.image(x), weight, options)?))
+        let out = self.place(|| ops::conv2d(&self.ctx, self.image(x), weight, options))?;
+        Ok(self.rows(out))
     }
 
     fn group_norm(
@@ -100,14 +118,15 @@ impl Machine for OnDevice {
             modulation,
             activation,
         };
-        Ok(self.rows(ops::group_norm(&self.ctx, self.image(x), options)?))
+        let out = self.place(|| ops::group_norm(&self.ctx, self.image(x), options))?;
+        Ok(self.rows(out))
     }
 
     fn layer_norm(&self, rows: &Tensor<2>, norm: &Norm<Tensor<1>>) -> Result<Tensor<2>, Error> {
         let (weight, bias) = (norm.weight.clone(), Some(norm.bias.clone()));
         let weights = NormWeights { weight, bias };
         let (kind, eps) = (NormKind::Layer, LAYER_NORM_EPS);
-        Ok(ops::norm(&self.ctx, rows.clone(), weights, None, kind, eps)?)
+        Ok(self.place(|| ops::norm(&self.ctx, rows.clone(), weights, None, kind, eps))?)
     }
 
     fn linear(
@@ -119,7 +138,7 @@ impl Machine for OnDevice {
         let weight = linear.weight.clone().reshape(linear.shape).transpose();
         let divisor = with.divisor;
         let epilogue = self.epilogue(with, linear.bias.clone());
-        let out = ops::linear(&self.ctx, rows.clone(), weight, epilogue)?;
+        let out = self.place(|| ops::linear(&self.ctx, rows.clone(), weight, epilogue))?;
         Ok(if divisor == 1.0 { out } else { out / divisor })
     }
 
@@ -132,7 +151,7 @@ impl Machine for OnDevice {
         let (q, k, v) = (q?, k?, v?);
         let [batch, heads, seq, head_dim] = q.dims();
         let options = AttentionOptions { causal: false, ..AttentionOptions::default() };
-        let a = ops::attention(&self.ctx, q, k, v, None, None, options)?;
+        let a = self.place(|| ops::attention(&self.ctx, q, k, v, None, None, options))?;
         Ok(a.swap_dims(1, 2).reshape([batch * seq, heads * head_dim]))
     }
 
@@ -141,10 +160,12 @@ impl Machine for OnDevice {
     }
 
     fn activate(&self, rows: Tensor<2>, activation: Activation) -> Result<Tensor<2>, Error> {
+        self.skip();
         Ok(ops::activate(rows, activation, None)?)
     }
 
     fn add(&self, a: Tensor<2>, b: Tensor<2>) -> Result<Tensor<2>, Error> {
+        self.skip();
         Ok(a + b)
     }
 
@@ -154,16 +175,19 @@ impl Machine for OnDevice {
         width: usize,
         rows: &Tensor<2>,
     ) -> Result<Tensor<2>, Error> {
+        self.skip();
         let classes = table.dims()[0] / width;
         let indices = rows.clone().slice_dim(1, 0..1).reshape([self.batch]);
         Ok(table.clone().reshape([classes, width]).select(0, indices.int()))
     }
 
     fn centered(&self, x: Image<Tensor<2>>) -> Result<Image<Tensor<2>>, Error> {
+        self.skip();
         Ok(Image { rows: x.rows * 2.0 - 1.0, ..x })
     }
 
     fn doubled(&self, x: &Image<Tensor<2>>) -> Result<Image<Tensor<2>>, Error> {
+        self.skip();
         let ([height, width], channels, batch) = (x.size, x.channels, self.batch);
         let rows = x.rows.clone().reshape([batch, height, 1, width, 1, channels]);
         let rows = rows.expand([batch, height, 2, width, 2, channels]);
@@ -172,6 +196,7 @@ impl Machine for OnDevice {
     }
 
     fn halved(&self, x: &Image<Tensor<2>>) -> Result<Image<Tensor<2>>, Error> {
+        self.skip();
         let mean = Pool::Mean { counts_padding: false };
         Ok(self.rows(ops::pool(self.image(x), mean, PoolOptions::new([2, 2]))?))
     }

@@ -195,6 +195,20 @@ pub(crate) struct Inputs<V> {
     pub(crate) text: Option<V>,
 }
 
+impl<V> Inputs<V> {
+    /// Returns inputs made of these.
+    pub(crate) fn map<T>(&self, of: impl Fn(&V) -> T) -> Inputs<T> {
+        let Image { rows, size, channels } = &self.sample;
+        Inputs {
+            sample: Image { rows: of(rows), size: *size, channels: *channels },
+            time: of(&self.time),
+            classes: self.classes.as_ref().map(&of),
+            text_time: self.text_time.as_ref().map(&of),
+            text: self.text.as_ref().map(&of),
+        }
+    }
+}
+
 /// A forward pass.
 pub(crate) struct Forward<'a, M: Machine> {
     pub(crate) machine: &'a M,

@@ -4,11 +4,11 @@ use std::fmt;
 use std::thread::{self, ThreadId};
 
 use burn::tensor::{DType, Graph, Tensor};
-use ops::Ctx;
+use ops::{Ctx, Placed};
 
-use super::Unet;
 use super::config::Classes;
 use super::forward::{Forward, Image, Inputs};
+use super::{Unet, UnetPlan};
 use crate::Error;
 
 /// Shape of all frames.
@@ -37,13 +37,43 @@ pub struct Condition<'a> {
     pub sizes: Option<&'a [f32]>,
 }
 
+/// An input, and the values that it has.
+#[derive(Debug)]
+struct Input {
+    tensor: Tensor<2>,
+    values: Vec<f32>,
+}
+
+impl Input {
+    fn new(tensor: Tensor<2>) -> Self {
+        Self { tensor, values: Vec::new() }
+    }
+
+    /// Writes values, unless the input has them: most frames have the text of the one before.
+    fn set(&mut self, values: &[f32]) -> Result<(), Error> {
+        if self.values != values {
+            self.values.clear();
+            ops::update_floats(&self.tensor, values)?;
+            self.values.extend_from_slice(values);
+        }
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.tensor.dims().iter().product()
+    }
+}
+
 type Run = Box<dyn FnMut() -> Result<Tensor<2>, Error> + Send>;
 
 /// Frames of one shape. The second one is captured, if the device can; all later ones are replayed.
 pub struct Frames {
     unet: Unet,
     shape: UnetShape,
-    inputs: Inputs<Tensor<2>>,
+    inputs: Inputs<Input>,
+    plan: UnetPlan,
+    /// Memory of the results, for the thread that computes the first frame.
+    placed: Option<(ThreadId, Option<Placed>)>,
     by: By,
 }
 
@@ -83,6 +113,7 @@ impl Frames {
                 Tensor::<1>::zeros([rows * columns], (device, dtype)).reshape([rows, columns])
             })
         };
+        let made = |rows, columns, dtype| Input::new(made(rows, columns, dtype));
         let own = DType::from(unet.dtype);
         let inputs = Inputs {
             sample: Image {
@@ -98,7 +129,9 @@ impl Frames {
             text_time: config.text_time.map(|text_time| made(batch, text_time.width, own)),
             text: config.cross.map(|width| made(batch * tokens, width, own)),
         };
-        Ok(Self { unet: unet.clone(), shape, inputs, by: By::Launches(0) })
+        let plan = UnetPlan::new(config, batch, size, tokens)?;
+        let (unet, by) = (unet.clone(), By::Launches(0));
+        Ok(Self { unet, shape, inputs, plan, placed: None, by })
     }
 
     /// Returns the shape of all frames.
@@ -123,10 +156,10 @@ impl Frames {
     /// [`Error::UnetInput`] for the wrong number of values, or an input that the model needs or does not read.
     pub fn refresh(&mut self, samples: &[f32], condition: &Condition<'_>) -> Result<(), Error> {
         let (config, batch) = (&self.unet.config, self.shape.batch);
-        let (sample, channels) = (&self.inputs.sample, config.in_channels);
+        let (inputs, channels) = (&mut self.inputs, config.in_channels);
         let pixels = self.shape.size[0] * self.shape.size[1];
         expect("sample values", samples.len(), batch * channels * pixels)?;
-        ops::update_floats(&sample.rows, &channels_last(samples, channels, pixels))?;
+        inputs.sample.rows.set(&channels_last(samples, channels, pixels))?;
         let each = |what, values: &[f32]| match values {
             [one] => Ok(vec![*one; batch]),
             _ => expect(what, values.len(), batch).map(|()| values.to_vec()),
@@ -136,8 +169,8 @@ impl Frames {
             numbers.iter().flat_map(own).collect::<Vec<_>>()
         };
         let timesteps = each("timesteps", condition.timesteps)?;
-        ops::update_floats(&self.inputs.time, &waves(&timesteps))?;
-        match (&self.inputs.classes, condition.classes) {
+        inputs.time.set(&waves(&timesteps))?;
+        match (&mut inputs.classes, condition.classes) {
             (None, None) => {}
             (Some(buffer), Some(classes)) => {
                 let classes = each("classes", classes)?;
@@ -153,19 +186,19 @@ impl Frames {
                     }
                     _ => waves(&classes),
                 };
-                ops::update_floats(buffer, &values)?;
+                buffer.set(&values)?;
             }
             (buffer, given) => return Err(unread("classes", buffer.is_some(), given)),
         }
-        match (&self.inputs.text, condition.text) {
+        match (&mut inputs.text, condition.text) {
             (None, None) => {}
             (Some(buffer), Some(text)) => {
-                expect("text features", text.len(), buffer.dims().iter().product())?;
-                ops::update_floats(buffer, text)?;
+                expect("text features", text.len(), buffer.len())?;
+                buffer.set(text)?;
             }
             (buffer, given) => return Err(unread("text features", buffer.is_some(), given)),
         }
-        match (&self.inputs.text_time, condition.pooled_text, condition.sizes) {
+        match (&mut inputs.text_time, condition.pooled_text, condition.sizes) {
             (None, None, None) => Ok(()),
             (Some(buffer), Some(pooled), Some(sizes)) => {
                 let own = config.text_time.expect("its buffer is there");
@@ -177,7 +210,7 @@ impl Frames {
                         sizes.iter().flat_map(|size| config.time.waves.of(*size, own.channels));
                     pooled.iter().copied().chain(sizes)
                 });
-                Ok(ops::update_floats(buffer, &rows.collect::<Vec<_>>())?)
+                buffer.set(&rows.collect::<Vec<_>>())
             }
             (buffer, pooled, sizes) => {
                 Err(unread("pooled text and sizes", buffer.is_some(), pooled.or(sizes)))
@@ -191,12 +224,24 @@ impl Frames {
     /// # Errors
     /// [`Error::Op`] for an op that the device cannot run; [`Error::Failed`].
     pub fn run(&mut self) -> Result<Tensor<2>, Error> {
+        if self.placed.is_none() {
+            self.placed = Some((thread::current().id(), self.placed()?));
+        }
+        // Another thread allocates: its kernels would not wait for those that read the same memory.
+        let own = self.placed.as_ref().filter(|(thread, _)| *thread == thread::current().id());
+        let places = own.and_then(|(_, placed)| placed.clone());
         // A trace cannot see the kernels of a replay.
         let seen = trace::timed();
+        let inputs = || self.inputs.map(|input| input.tensor.clone());
         let launches = match &mut self.by {
             By::Launches(launches) => launches,
             By::Graph { thread, .. } if seen || *thread != thread::current().id() => {
-                return self.unet.forward(&self.unet.ctx, &self.inputs, self.shape.batch);
+                return self.unet.forward(
+                    &self.unet.ctx,
+                    inputs(),
+                    self.shape.batch,
+                    places.as_ref(),
+                );
             }
             By::Graph { graph, .. } => {
                 // SAFETY: the graph's closure holds clones of everything that it reads and writes. Weights are never written; the
@@ -205,18 +250,13 @@ impl Frames {
                 return read(unsafe { graph.replay() });
             }
         };
-        if *launches == 0 && Ctx::precompiles(&self.unet.device) {
-            // Collects the kernels of a frame without running them, and compiles them on many cores.
-            let ctx = self.unet.ctx.rehearsal();
-            self.unet.forward(&ctx, &self.inputs, self.shape.batch)?;
-            ctx.rehearsed().compile();
-        }
         if seen || !ops::captures(&self.unet.device) || *launches < EAGER {
             *launches += 1;
-            return self.unet.forward(&self.unet.ctx, &self.inputs, self.shape.batch);
+            return self.unet.forward(&self.unet.ctx, inputs(), self.shape.batch, places.as_ref());
         }
-        let (unet, inputs, batch) = (self.unet.clone(), self.inputs.clone(), self.shape.batch);
-        let run: Run = Box::new(move || unet.forward(&unet.ctx, &inputs, batch));
+        let (unet, inputs, batch) = (self.unet.clone(), inputs(), self.shape.batch);
+        let run: Run =
+            Box::new(move || unet.forward(&unet.ctx, inputs.clone(), batch, places.as_ref()));
         let mut graph = ops::capture_alone(&self.unet.device, run);
         if !graph.is_hardware() {
             log::warn!("a frame could not be captured; its kernels are launched one by one");
@@ -225,6 +265,28 @@ impl Frames {
         let result = read(unsafe { graph.replay() })?;
         self.by = By::Graph { graph, thread: thread::current().id() };
         Ok(result)
+    }
+
+    /// Allocates the memory of the results, and compiles the kernels of a frame.
+    fn placed(&self) -> Result<Option<Placed>, Error> {
+        let (unet, size) = (&self.unet, DType::from(self.unet.dtype).size());
+        let mut placed = Placed::new(&self.plan.results(size), &unet.device)?;
+        // Collects the kernels of a frame without running them.
+        let (ctx, inputs) = (unet.ctx.rehearsal(), self.inputs.map(|input| input.tensor.clone()));
+        unet.forward(&ctx, inputs, self.shape.batch, placed.as_ref())?;
+        let rehearsed = ctx.rehearsed();
+        if let Some(placed) = &mut placed {
+            placed.set_workspace(rehearsed.workspace(), &unet.device);
+        }
+        if Ctx::precompiles(&unet.device) {
+            rehearsed.compile(); // On many cores.
+        }
+        Ok(placed)
+    }
+
+    /// Returns what a frame computes.
+    pub const fn plan(&self) -> &UnetPlan {
+        &self.plan
     }
 
     /// Computes a frame and returns its result, `[batch, channels, height, width]`.
@@ -271,12 +333,13 @@ impl Unet {
     fn forward(
         &self,
         ctx: &Ctx,
-        inputs: &Inputs<Tensor<2>>,
+        inputs: Inputs<Tensor<2>>,
         batch: usize,
+        placed: Option<&Placed>,
     ) -> Result<Tensor<2>, Error> {
-        let machine = self.machine(ctx, batch);
+        let machine = self.machine(ctx, batch, placed.map(Placed::pass).transpose()?);
         let (modules, config) = (&*self.modules, &self.config);
-        Ok(Forward { machine: &machine, modules, config }.run(inputs.clone())?.rows)
+        Ok(Forward { machine: &machine, modules, config }.run(inputs)?.rows)
     }
 }
 
@@ -302,11 +365,16 @@ fn unread(what: &'static str, needed: bool, given: Option<&[f32]>) -> Error {
 
 /// Reorders `[batch, channels, pixels]` to `[batch, pixels, channels]`.
 fn channels_last(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
-    let samples = values.chunks(channels * pixels);
-    let reordered = samples.flat_map(|sample| {
-        (0..pixels).flat_map(move |p| (0..channels).map(move |c| sample[c * pixels + p]))
-    });
-    reordered.collect()
+    let mut out = vec![0.0; values.len()];
+    let samples = values.chunks(channels * pixels).zip(out.chunks_mut(channels * pixels));
+    for (from, to) in samples {
+        for (p, pixel) in to.chunks_mut(channels).enumerate() {
+            for (c, value) in pixel.iter_mut().enumerate() {
+                *value = from[c * pixels + p];
+            }
+        }
+    }
+    out
 }
 
 /// Reorders `[batch, pixels, channels]` to `[batch, channels, pixels]`.

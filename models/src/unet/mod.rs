@@ -25,7 +25,7 @@ mod waves;
 mod weights;
 
 use burn::tensor::{Device, Distribution, FloatDType, Tensor};
-use ops::Ctx;
+use ops::{Ctx, Pass};
 
 pub use config::{Attention, Classes, Level, Middle, Resample, TextTime, Time, UnetConfig, Waves};
 pub use frames::{Condition, Frames, UnetShape};
@@ -127,8 +127,8 @@ impl Unet {
         self.dtype
     }
 
-    fn machine(&self, ctx: &Ctx, batch: usize) -> OnDevice {
+    fn machine(&self, ctx: &Ctx, batch: usize, places: Option<Pass>) -> OnDevice {
         let UnetOptions { tf32, f16_accumulation, .. } = self.options;
-        OnDevice { ctx: ctx.clone(), batch, f16_accumulation, tf32 }
+        OnDevice { ctx: ctx.clone(), places, batch, f16_accumulation, tf32 }
     }
 }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-use ops::Activation;
+use ops::{Activation, Lifetime};
 
 use super::config::UnetConfig;
 use super::forward::{
@@ -33,6 +33,10 @@ pub struct LayerPlan {
 pub struct UnetPlan {
     /// Layers in the order of the forward pass.
     pub layers: Vec<LayerPlan>,
+    /// Values of the inputs.
+    pub inputs: u128,
+    /// Results of ops in values, in the order of the forward pass.
+    pub(super) results: Vec<Lifetime>,
 }
 
 impl UnetPlan {
@@ -49,7 +53,7 @@ impl UnetPlan {
         config.check_size(size)?;
         let modules = Modules::build(config, &mut |part: &Part| Ok(part.parameters() as u128))?;
         let machine = Counter { batch, state: Rc::default() };
-        let width = |columns: usize, rows: usize| machine.made(rows, columns);
+        let width = |columns: usize, rows: usize| machine.input(rows, columns);
         let inputs = Inputs {
             sample: Image {
                 rows: width(config.in_channels, batch * size[0] * size[1]),
@@ -79,6 +83,17 @@ impl UnetPlan {
     /// Values of the largest set of activations that live at once.
     pub fn peak(&self) -> u128 {
         self.layers.iter().map(|layer| layer.peak).max().unwrap_or(0)
+    }
+
+    /// Returns the bytes of the memory that all results of ops share, for values of `size` bytes.
+    pub fn activation_bytes(&self, size: usize) -> u128 {
+        ops::places(&self.results(size)).1
+    }
+
+    /// Returns the results of ops in bytes.
+    pub(super) fn results(&self, size: usize) -> Vec<Lifetime> {
+        let bytes = |own: &Lifetime| Lifetime { size: own.size * size as u128, ..*own };
+        self.results.iter().map(bytes).collect()
     }
 
     /// Launches, without those that add parts of sums.
@@ -117,7 +132,19 @@ struct Counted(Rc<Matrix>);
 struct Matrix {
     rows: usize,
     columns: usize,
+    memory: Memory,
     state: Rc<RefCell<State>>,
+}
+
+enum Memory {
+    Input,
+    /// A result of this index.
+    Result(usize),
+    /// That of another matrix, which lives on.
+    Shared {
+        #[expect(dead_code, reason = "keeps it alive")]
+        of: Counted,
+    },
 }
 
 impl Matrix {
@@ -128,19 +155,41 @@ impl Matrix {
 
 impl Drop for Matrix {
     fn drop(&mut self) {
-        self.state.borrow_mut().live -= self.values();
+        let mut state = self.state.borrow_mut();
+        match self.memory {
+            Memory::Shared { .. } => return,
+            Memory::Input => {}
+            Memory::Result(at) => state.plan.results[at].to = state.plan.results.len(),
+        }
+        state.live -= self.values();
     }
 }
 
 impl Counter {
+    fn input(&self, rows: usize, columns: usize) -> Counted {
+        let values = rows as u128 * columns as u128;
+        self.state.borrow_mut().plan.inputs += values;
+        self.matrix(rows, columns, Memory::Input)
+    }
+
     fn made(&self, rows: usize, columns: usize) -> Counted {
-        let matrix = Matrix { rows, columns, state: self.state.clone() };
+        let size = rows as u128 * columns as u128;
+        let mut state = self.state.borrow_mut();
+        let at = state.plan.results.len();
+        state.plan.results.push(Lifetime { size, from: at, to: usize::MAX });
+        drop(state);
+        self.matrix(rows, columns, Memory::Result(at))
+    }
+
+    fn matrix(&self, rows: usize, columns: usize, memory: Memory) -> Counted {
+        let matrix = Matrix { rows, columns, memory, state: self.state.clone() };
         let mut state = self.state.borrow_mut();
         state.live += matrix.values();
         let live = state.live;
         if let Some(layer) = state.plan.layers.last_mut() {
             layer.peak = layer.peak.max(live);
         }
+        drop(state);
         Counted(Rc::new(matrix))
     }
 
@@ -229,7 +278,9 @@ impl Machine for Counter {
     }
 
     fn columns(&self, rows: &Counted, columns: Range<usize>) -> Result<Counted, Error> {
-        Ok(self.made(rows.0.rows, columns.len()))
+        let (memory, state) = (Memory::Shared { of: rows.clone() }, self.state.clone());
+        let matrix = Matrix { rows: rows.0.rows, columns: columns.len(), memory, state };
+        Ok(Counted(Rc::new(matrix)))
     }
 
     fn activate(&self, rows: Counted, _activation: Activation) -> Result<Counted, Error> {

@@ -94,9 +94,21 @@ fn a_plan_needs_no_device() {
     let said = text(&done.stdout);
     assert!(said.contains("parameters       876.7 M\n"), "{said}");
     assert!(said.contains("work             353.2 GFLOP a frame\n"), "{said}");
+    let done = plan(&["--shape", "unet-1b", "--profile", "rtx4080"]);
+    let said = text(&done.stdout);
+    assert!(done.status.success() && said.contains(" MiB, NVIDIA GeForce RTX 4080\n"), "{said}");
+    let large = ["--shape", "unet-1b", "--profile", "rtx4080", "-b", "8", "--size", "1024"];
+    let done = plan(&large);
+    assert_eq!(done.status.code(), Some(2));
+    assert!(
+        text(&done.stderr).contains("a frame does not fit on NVIDIA"),
+        "{}",
+        text(&done.stderr)
+    );
     let layers = text(&plan(&["--shape", "sd15", "--layers", "-b", "2"]).stdout);
     assert!(layers.contains("| mid_block.attentions.0 | "), "{layers}");
-    for args in [&["--shape", "unet-1m"][..], &["--shape", "sd15", "--size", "63"], &[]] {
+    let unknown = &["--shape", "sd15", "--profile", "rtx1"];
+    for args in [&["--shape", "unet-1m"][..], &["--shape", "sd15", "--size", "63"], &[], unknown] {
         let done = plan(args);
         assert_eq!(done.status.code(), Some(2), "{args:?}");
         assert!(text(&done.stderr).contains("hint: "), "{}", text(&done.stderr));
