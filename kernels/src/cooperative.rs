@@ -127,6 +127,25 @@ fn eight<F: Float, N: Size>(
     word
 }
 
+/// Returns the eight elements of some vectors.
+#[cube]
+pub(crate) fn packed<F: Float, N: Size>(vectors: &Array<Vector<F, N>>) -> U32x4 {
+    let width = N::value();
+    let mut word = U32x4::new(0u32);
+    #[unroll]
+    for part in 0..4usize {
+        let mut pair = Vector::<F, Const<2>>::new(F::new(0.0));
+        #[unroll]
+        for e in 0..2usize {
+            let element = comptime!(2 * part + e);
+            let vector = vectors[comptime!(element / width)];
+            pair.insert(e, vector.extract(comptime!(element % width)));
+        }
+        word.insert(part, u32::reinterpret(pair));
+    }
+    word
+}
+
 /// Stores the vectors read by [`read`] in the tile.
 #[cube]
 pub(crate) fn put(shared: &mut [U32x4], read: &Array<U32x4>, unit: u32, #[comptime] tile: Tile) {

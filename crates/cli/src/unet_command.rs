@@ -544,7 +544,7 @@ fn plan(args: &PlanArgs) -> anyhow::Result<()> {
     text += &format!("batch            {} of {height}x{width}\n", shape.batch);
     text += &format!("parameters       {:.1} M\n", plan.parameters() as f64 / 1e6);
     text += &format!("work             {:.1} GFLOP a frame\n", plan.flops() as f64 / 1e9);
-    text += &format!("launches         {}, and one for each sum in parts\n", plan.launches());
+    text += &format!("launches         {}, plus one per split-k reduction\n", plan.launches());
     text += &format!("weights          {:.1} MiB\n", mib(plan.parameters()));
     let bytes = plan.activation_bytes(each as usize);
     let total = bytes + (plan.parameters() + plan.inputs) * each;
@@ -555,7 +555,7 @@ fn plan(args: &PlanArgs) -> anyhow::Result<()> {
         whole(bytes),
         mib(plan.peak() - plan.inputs)
     );
-    text += &format!("total            {:.1} MiB, and sums in parts\n", whole(total));
+    text += &format!("total            {:.1} MiB, plus the split-k workspace\n", whole(total));
     let card = args.profile.as_deref().map(ArchProfile::card).transpose()?;
     let memory = card.as_ref().and_then(|card| card.memory_bytes.map(|bytes| (&card.name, bytes)));
     if let Some((name, memory)) = memory {

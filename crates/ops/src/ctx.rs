@@ -59,7 +59,7 @@ impl Rehearsed {
         self.missing.count()
     }
 
-    /// Returns the bytes of the largest scratch memory of a launch: the sums of k in parts, mostly.
+    /// Returns the bytes of the largest scratch memory of a launch, that of split-k mostly.
     pub const fn workspace(&self) -> u64 {
         self.workspace
     }

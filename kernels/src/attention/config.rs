@@ -255,8 +255,8 @@ fn plane_scope(arch: &ArchProfile, problem: &AttentionProblem) -> Result<(), Inf
     if plane != max_plane || ![8, 16, 32, 64].contains(&plane) {
         return Err(lacks("a fixed plane size of 8 to 64 units"));
     }
-    if problem.head_dim % 16 != 0 || problem.head_dim > 256 {
-        return Err(shape("head_dim", problem.head_dim, "expected a multiple of 16 up to 256"));
+    if problem.head_dim % 8 != 0 || problem.head_dim > 256 {
+        return Err(shape("head_dim", problem.head_dim, "expected a multiple of 8 up to 256"));
     }
     Ok(())
 }

@@ -65,12 +65,14 @@ impl SubgroupConfig {
 
     /// Bytes of shared memory: K and V tiles, and each plane's f32 scores and 16-bit weights.
     pub(crate) const fn shared_bytes(self, head_dim: u32) -> u32 {
-        let tile = Tile { lines: self.tile_kv, line: head_dim, units: 1, exact: true };
+        let line = head_dim.next_multiple_of(16);
+        let tile = Tile { lines: self.tile_kv, line, units: 1, exact: true };
         2 * tile.bytes() + self.tile_q() * (self.tile_kv + PAD) * (4 + 2)
     }
 
     /// Estimated registers per unit: q, accumulators, scores, the prefetched tile, addresses.
     pub(crate) const fn registers(self, head_dim: u32, plane: u32) -> u32 {
+        let head_dim = head_dim.next_multiple_of(16);
         let matrices = self.rows / 16 * 256 / plane;
         let own = matrices * (head_dim / 16 * 3 / 2 + 1 + self.tile_kv / 16);
         own + self.tile_kv * head_dim / (self.planes * plane) + 40
@@ -95,10 +97,16 @@ impl SubgroupPlan {
         self.config.planes * self.plane
     }
 
+    /// Head dimension of the matrices: zeros follow one that is no multiple of 16.
+    pub(crate) const fn depth(self) -> u32 {
+        self.head_dim.next_multiple_of(16)
+    }
+
     /// Layout of a K tile; V uses the same layout.
     pub(crate) const fn tile(self) -> Tile {
         let SubgroupConfig { tile_kv, .. } = self.config;
-        Tile { lines: tile_kv, line: self.head_dim, units: self.units(), exact: self.exact }
+        let (line, units) = (self.depth(), self.units());
+        Tile { lines: tile_kv, line, units, exact: self.exact && line == self.head_dim }
     }
 
     /// Number of units that share a row of 16 queries.
@@ -153,7 +161,7 @@ pub(crate) fn subgroup<F: Float, M: Int, NI: Size, NO: Size>(
     let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
     let tile_q = comptime!(plan.config.tile_q());
     let frags = comptime!(rows as usize / 16);
-    let steps = comptime!(plan.head_dim as usize / 16);
+    let steps = comptime!(plan.depth() as usize / 16);
     let sharers = comptime!(plan.sharers());
     let own_rows = comptime!(plan.own_rows());
     let (slots, pass) = comptime!(plan.slots());
@@ -420,7 +428,7 @@ pub(super) fn fragments_of<F: Float, N: Size>(
     #[unroll]
     for i in 0..frags {
         #[unroll]
-        for step in 0..comptime!(plan.head_dim as usize / 16) {
+        for step in 0..comptime!(plan.depth() as usize / 16) {
             sync_plane();
             #[unroll]
             for r in 0..own_rows {
@@ -431,7 +439,9 @@ pub(super) fn fragments_of<F: Float, N: Size>(
                 for j in 0..comptime!((4 / sharers) as usize) {
                     let vector = across + comptime!(j as u32 * sharers);
                     let mut part = Vector::<F, Const<4>>::new(F::new(0.0));
-                    if row < rows.end {
+                    let col = comptime!(16 * step as u32) + 4 * vector;
+                    let whole = comptime!(16 * step as u32 + 16 <= plan.head_dim);
+                    if row < rows.end && (whole || col < plan.head_dim) {
                         part = four::<F, N>(from, at + comptime!(16 * step) + 4 * vector as usize);
                     }
                     scratch[(corner + line_of * comptime!(line / 4) + vector) as usize] = part;
@@ -454,7 +464,7 @@ pub(super) fn multiply<F: Float>(
     #[comptime] plan: SubgroupPlan,
 ) {
     let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
-    let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
+    let (frags, steps) = comptime!((rows as usize / 16, plan.depth() as usize / 16));
     let line = comptime!(plan.line());
     let corner = corner_of(plan);
     #[unroll]
@@ -500,7 +510,7 @@ pub(super) fn accumulate<F: Float>(
     #[comptime] plan: SubgroupPlan,
 ) {
     let SubgroupConfig { rows, tile_kv, .. } = comptime!(plan.config);
-    let (frags, steps) = comptime!((rows as usize / 16, plan.head_dim as usize / 16));
+    let (frags, steps) = comptime!((rows as usize / 16, plan.depth() as usize / 16));
     let line = comptime!(plan.line());
     let corner = corner_of(plan);
     #[unroll]
@@ -544,7 +554,7 @@ pub(super) fn store_rows<F: Float, N: Size>(
     #[comptime] plan: SubgroupPlan,
 ) {
     let (frags, own_rows) = comptime!((plan.config.rows as usize / 16, plan.own_rows()));
-    let all_steps = comptime!(plan.head_dim as usize / 16);
+    let all_steps = comptime!(plan.depth() as usize / 16);
     let (sharers, line) = comptime!((plan.sharers(), plan.line()));
     let (_, pass) = comptime!(plan.slots());
     let corner = corner_of(plan);
@@ -574,8 +584,12 @@ pub(super) fn store_rows<F: Float, N: Size>(
                         let vector = across + comptime!(j as u32 * sharers);
                         let from = corner + line_of * comptime!(line / 4) + vector;
                         let at = start + comptime!(16 * step) + 4 * vector as usize;
-                        let four = scratch[from as usize];
-                        store_four::<F, N>(out, at, four, factor, plan.by_hand);
+                        let col = comptime!(16 * step as u32) + 4 * vector;
+                        if comptime!(16 * step as u32 + 16 <= plan.head_dim) || col < plan.head_dim
+                        {
+                            let four = scratch[from as usize];
+                            store_four::<F, N>(out, at, four, factor, plan.by_hand);
+                        }
                     }
                 }
             }

@@ -17,7 +17,7 @@
 //! ([`MatmulProblem::grouped`]). `Gemv` alone can normalise the rows of A while it multiplies them
 //! ([`MatmulProblem::norm`]), because its groups of units read whole rows.
 //!
-//! Rows of A may be windows of an image, which makes the matmul a convolution ([`Window`]; `Mma`, `Fma` and `Packed`).
+//! Rows of A may be windows of an image, which makes the matmul a convolution ([`Window`]; `Mma`, `Pipelined`, `Fma` and `Packed`).
 //!
 //! Cost: `2·batch·m·n·k` flop; reads every operand element once, writes every result once.
 //!

@@ -16,7 +16,8 @@ use super::epilogue::Finish;
 use super::path::{Grid, Path, plane_inst};
 use super::problem::{Layout, MatmulProblem};
 use super::subgroup::{SubgroupConfig, layout_of};
-use crate::cooperative::{self, Corner, Tile, U32x4, put, read, zeros};
+use super::window::{Corner as WindowCorner, Gather};
+use crate::cooperative::{self, Corner, Tile, U32x4, packed, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 
 /// Tile sizes of the path; same fields as [`subgroup`](super::subgroup).
@@ -54,6 +55,9 @@ impl PipelinedConfig {
             lhs_rows: problem.lhs.layout == Layout::Row,
             rhs_rows: problem.rhs.layout == Layout::Row,
             exact: problem.divides(self.tile(), self.tile_k()),
+            one_pixel: problem
+                .window
+                .is_some_and(|window| window.channels.iter().all(|count| count % 8 == 0)),
         }
     }
 }
@@ -77,6 +81,9 @@ impl Path for PipelinedConfig {
             let why = "accumulators and loaded tiles would spill registers";
             return Err(shape("tile_m", self.0.tile_m, why));
         }
+        if problem.window.is_some() && plan.units() % (self.0.tile_k / 8) != 0 {
+            return Err(shape("tile_k", self.0.tile_k, "expected whole lines of copies"));
+        }
         limits(arch, plan.units(), plan.shared_bytes())
     }
 
@@ -86,6 +93,10 @@ impl Path for PipelinedConfig {
 
     fn tile_k(&self) -> u32 {
         self.0.tile_k
+    }
+
+    fn gathers(&self) -> bool {
+        true
     }
 
     fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
@@ -108,6 +119,8 @@ pub(crate) struct PipelinedPlan {
     pub(crate) rhs_rows: bool,
     /// True if the tiles divide the problem.
     pub(crate) exact: bool,
+    /// True if eight neighbours in the depth of a window are channels of one pixel.
+    pub(crate) one_pixel: bool,
 }
 
 impl PipelinedPlan {
@@ -146,6 +159,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
     finish: &Finish<F, E, NO>,
+    window: &ComptimeOption<Gather<F, NL>>,
     dims: &Dims,
     #[comptime] plan: PipelinedPlan,
 ) {
@@ -187,7 +201,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         corner(rhs_start, dims.rhs_stride, col0, dims.n, first, dims.k, comptime!(!plan.rhs_rows));
     let mut next_lhs = Array::<U32x4>::new(comptime!(tile_lhs.copies()));
     let mut next_rhs = Array::<U32x4>::new(comptime!(tile_rhs.copies()));
-    read::<F, NL>(lhs, &mut next_lhs, &at_lhs, unit, tile_lhs);
+    let corners = corners(window, row0, row_end, unit, tile_lhs);
+    read_lhs::<F, NL>(lhs, window, &mut next_lhs, &at_lhs, &corners, unit, plan);
     read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
 
     let mut k0 = 0u32;
@@ -209,7 +224,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         } else {
             at_rhs.element = ahead;
         }
-        read::<F, NL>(lhs, &mut next_lhs, &at_lhs, unit, tile_lhs);
+        read_lhs::<F, NL>(lhs, window, &mut next_lhs, &at_lhs, &corners, unit, plan);
         read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
         #[unroll]
         for step in 0..comptime!(tile_k / plan.inst_k) {
@@ -286,6 +301,76 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
             }
             sync_plane();
         }
+    }
+}
+
+/// Returns the corners of the windows of the rows that a unit copies: image, then place.
+#[cube]
+fn corners<F: Float, N: Size>(
+    window: &ComptimeOption<Gather<F, N>>,
+    row0: u32,
+    row_end: u32,
+    unit: u32,
+    #[comptime] tile: Tile,
+) -> Array<u32> {
+    let mut corners = Array::<u32>::new(comptime!(2 * tile.copies()));
+    #[comptime]
+    match window {
+        ComptimeOption::Some(gather) =>
+        {
+            #[unroll]
+            for i in 0..comptime!(tile.copies()) {
+                let word = unit + comptime!(i as u32 * tile.units);
+                let corner = gather.corner(row0 + word / comptime!(tile.line / 8), row_end);
+                corners[comptime!(2 * i)] = corner.image;
+                corners[comptime!(2 * i + 1)] = corner.place;
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    corners
+}
+
+/// Reads the vectors of a tile of lhs that a unit copies, as [`read`]; rows may be windows of an image.
+#[cube]
+fn read_lhs<F: Float, N: Size>(
+    lhs: &[Vector<F, N>],
+    window: &ComptimeOption<Gather<F, N>>,
+    into: &mut Array<U32x4>,
+    at: &Corner,
+    corners: &Array<u32>,
+    unit: u32,
+    #[comptime] plan: PipelinedPlan,
+) {
+    let tile = comptime!(plan.tiles()[0]);
+    #[comptime]
+    match window {
+        ComptimeOption::Some(gather) => {
+            let (width, per_line) = (N::value(), comptime!(tile.line / 8));
+            // Units are a multiple of a line's vectors: all copies of a unit have the same depth.
+            let depth = at.element + unit % per_line * 8;
+            let first = gather.tap(depth);
+            #[unroll]
+            for i in 0..comptime!(tile.copies()) {
+                let image = corners[comptime!(2 * i)];
+                let corner = WindowCorner { image, place: corners[comptime!(2 * i + 1)] };
+                let mut vectors = Array::<Vector<F, N>>::new(comptime!(8 / width));
+                let mut pixel = gather.pixel(&corner, &first);
+                #[unroll]
+                for part in 0..comptime!(8 / width) {
+                    let more = comptime!((part * width) as u32);
+                    let mut channel = first.channel + more;
+                    if comptime!(!plan.one_pixel && more > 0) {
+                        let tap = gather.tap(depth + more);
+                        pixel = gather.pixel(&corner, &tap);
+                        channel = tap.channel;
+                    }
+                    vectors[part] = gather.vector(lhs, at.start, pixel, channel);
+                }
+                into[i] = packed::<F, N>(&vectors);
+            }
+        }
+        ComptimeOption::None => read::<F, N>(lhs, into, at, unit, tile),
     }
 }
 

@@ -140,7 +140,7 @@ enum Memory {
     Input,
     /// A result of this index.
     Result(usize),
-    /// That of another matrix, which lives on.
+    /// Memory of another matrix.
     Shared {
         #[expect(dead_code, reason = "keeps it alive")]
         of: Counted,

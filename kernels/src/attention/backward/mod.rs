@@ -379,7 +379,7 @@ fn check(
     let queries = u64::from(p.heads / p.kv_heads) * (u64::from(p.seq_q) + 1);
     iterations(arch, if side.keys { queries } else { u64::from(p.seq_kv) } + 3)?;
     let c = match config {
-        SideConfig::Flash(_) if p.head_dim % 16 != 0 => {
+        SideConfig::Flash(_) | SideConfig::Subgroup(_) if p.head_dim % 16 != 0 => {
             return Err(shape("head_dim", p.head_dim, "expected a multiple of 16"));
         }
         SideConfig::Flash(c) => c,
