@@ -15,6 +15,7 @@ use crate::case::{BenchCase, InstanceCase, Scale, Suite};
 use crate::check::{CheckError, Verdict, fnv1a, launch_twice, padded, read, unwritten, weights};
 use crate::kernel::{KernelSuite, Params, Peers, params};
 use crate::matmul::{all_parts, reference_activation, reference_dtype};
+use crate::peers;
 
 /// A convolution to verify, on normal inputs.
 #[derive(Debug, Clone, Copy)]
@@ -328,7 +329,7 @@ impl KernelSuite for Conv {
         }
     }
 
-    /// Our matmul with the same m, n, k and epilogue.
+    /// Our matmul with the same m, n, k and epilogue, and Burn's convolution.
     fn peers(device: &Device, p: &ConvProblem, sets: usize) -> Peers {
         let product = p.matrix();
         let operands: Vec<_> = (0..sets as u64)
@@ -351,7 +352,8 @@ impl KernelSuite for Conv {
         let outcome = best
             .ok_or_else(none)
             .and_then(|(_, config)| time(config, Effort::report(device.backend())));
-        vec![("matmul", outcome)]
+        let burn = peers::burn_conv(device, p, sets);
+        vec![("matmul", outcome), (peers::burn_name(device.backend()), burn)]
     }
 
     fn torch(p: &ConvProblem) -> Option<Value> {

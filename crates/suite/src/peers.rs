@@ -3,8 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use arch::{Backend, Device};
-use burn::tensor::module::attention;
-use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::module::{attention, conv2d};
+use burn::tensor::ops::{AttentionModuleOptions, ConvOptions};
 use burn::tensor::{DType, DeviceKind, Distribution, FloatDType, Tensor};
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::TensorBinding;
@@ -15,7 +15,10 @@ use cubek::matmul::launch::launch_ref;
 use cubek::matmul::strategy::Strategy;
 use cubek::std::InputBinding;
 use kernels::attention::AttentionProblem;
-use kernels::matmul::{Layout, Matmul, MatmulOperands, MatmulProblem, Precision};
+use kernels::conv::ConvProblem;
+use kernels::matmul::{
+    Epilogue, Layout, Matmul, MatmulOperands, MatmulProblem, Precision, Reading,
+};
 use tune::Kernel;
 use tune::timing::{self, Effort, Timing, TimingError};
 
@@ -139,6 +142,56 @@ pub(crate) fn burn_attention(
     drop(attend(0));
     wait()?;
     time_burn(device, |i| drop(attend(i)), wait)
+}
+
+/// Times Burn's convolution of one image with channels last, without an epilogue.
+///
+/// # Errors
+/// The reason why Burn has no time for it.
+pub(crate) fn burn_conv(
+    device: &Device,
+    p: &ConvProblem,
+    sets: usize,
+) -> Result<Timing, TimingError> {
+    let burn_device = burn_device(device)?;
+    let dtype = match p.precision {
+        Precision::F32 | Precision::Tf32 => FloatDType::F32,
+        Precision::F16 => FloatDType::F16,
+        Precision::Bf16 => FloatDType::BF16,
+        Precision::F16Acc16 => return Err(failed(SUMS)),
+    };
+    let one_side = p.padding.iter().all(|[before, after]| before == after && *before >= 0);
+    let plain = p.reading == Reading::Plain && p.channels[1] == 0 && one_side;
+    if !plain || p.epilogue != Epilogue::default() {
+        return Err(failed(
+            "it convolves one image, padded alike on both sides, without an epilogue",
+        ));
+    }
+    let make = |shape: [u32; 4]| {
+        let shape = shape.map(|size| size as usize);
+        let normal = Distribution::Normal(0.0, 1.0);
+        let last = Tensor::<4>::random(shape, normal, &burn_device).cast(dtype);
+        last.permute([0, 3, 1, 2])
+    };
+    let ([height, width], [rows, cols], channels) = (p.image, p.taps, p.channels[0]);
+    let operands: Vec<_> = (0..sets)
+        .map(|_| {
+            let weight = make([p.filters, rows, cols, channels / p.groups]);
+            (make([p.batch, height, width, channels]), weight)
+        })
+        .collect();
+    let pair = |pair: [u32; 2]| pair.map(|size| size as usize);
+    let padding = p.padding.map(|[before, _]| before as usize);
+    let groups = p.groups as usize;
+    let convolve = |i: usize| {
+        let (x, weight) = operands[i % operands.len()].clone();
+        let options = ConvOptions::new(pair(p.stride), padding, pair(p.dilation), groups);
+        conv2d(x, weight, None, options)
+    };
+    let wait = || burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")));
+    drop(convolve(0)); // Tunes.
+    wait()?;
+    time_burn(device, |i| drop(convolve(i)), wait)
 }
 
 /// Times cubek's matmul, with its automatic strategy, on our operands. Checks its result like ours and launches it one

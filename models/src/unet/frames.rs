@@ -51,7 +51,7 @@ impl Input {
 
     /// Writes values, unless the input has them: most frames have the text of the one before.
     fn set(&mut self, values: &[f32]) -> Result<(), Error> {
-        if self.values != values {
+        if !same_bits(&self.values, values) {
             self.values.clear();
             ops::update_floats(&self.tensor, values)?;
             self.values.extend_from_slice(values);
@@ -62,6 +62,14 @@ impl Input {
     fn len(&self) -> usize {
         self.tensor.dims().iter().product()
     }
+}
+
+/// Returns true if two slices have the same bits. Compares many values between two branches, unlike `==`.
+fn same_bits(a: &[f32], b: &[f32]) -> bool {
+    let differ = |(a, b): (&[f32], &[f32])| {
+        a.iter().zip(b).fold(0, |bits, (a, b)| bits | (a.to_bits() ^ b.to_bits())) != 0
+    };
+    a.len() == b.len() && !a.chunks(256).zip(b.chunks(256)).any(differ)
 }
 
 type Run = Box<dyn FnMut() -> Result<Tensor<2>, Error> + Send>;
@@ -159,7 +167,8 @@ impl Frames {
         let (inputs, channels) = (&mut self.inputs, config.in_channels);
         let pixels = self.shape.size[0] * self.shape.size[1];
         expect("sample values", samples.len(), batch * channels * pixels)?;
-        inputs.sample.rows.set(&channels_last(samples, channels, pixels))?;
+        // Samples differ from frame to frame.
+        ops::update_floats(&inputs.sample.rows.tensor, &channels_last(samples, channels, pixels))?;
         let each = |what, values: &[f32]| match values {
             [one] => Ok(vec![*one; batch]),
             _ => expect(what, values.len(), batch).map(|()| values.to_vec()),

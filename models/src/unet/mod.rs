@@ -91,13 +91,14 @@ impl Unet {
             let norm = part.tensors[0].names[0].contains("norm");
             let (len, k) = (part.values(), shape[1..].iter().product::<usize>());
             let _stream_guard = ops::stream_guard();
+            let on = (device, burn::tensor::DType::from(dtype));
             let made =
                 device.memory_persistent_allocations((), move |()| match (norm, shape.len()) {
-                    (true, 1) => Tensor::<1>::ones([len], device).cast(dtype),
-                    (_, 1) => Tensor::<1>::zeros([len], device).cast(dtype),
+                    (true, 1) => Tensor::<1>::ones([len], on),
+                    (_, 1) => Tensor::<1>::zeros([len], on),
                     _ => {
                         let spread = Distribution::Normal(0.0, 1.0 / (k as f64).sqrt());
-                        Tensor::<1>::random([len], spread, device).cast(dtype)
+                        Tensor::<1>::random([len], spread, on)
                     }
                 });
             Ok(made)
