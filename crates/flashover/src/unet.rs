@@ -163,8 +163,8 @@ impl UnetModel {
     /// The errors of [`UnetModel::frames`]; [`LoadError::Model`] if the device fails.
     pub fn measure(&self, shape: UnetShape, repetitions: usize) -> Result<FrameSpeed, LoadError> {
         const WARM: usize = 3;
-        let bench = Bench::new(self, shape)?;
         let mut frames = self.frames(shape)?;
+        let bench = Bench::new(self, shape)?;
         for _ in 0..WARM {
             bench.frame(&mut frames)?;
         }
@@ -250,8 +250,8 @@ impl UnetModel {
     /// # Errors
     /// [`LoadError::Recording`] during another recording; the errors of [`UnetModel::measure`].
     pub fn profile(&self, shape: UnetShape) -> Result<FrameProfile, LoadError> {
-        let bench = Bench::new(self, shape)?;
         let mut frames = self.frames(shape)?;
+        let bench = Bench::new(self, shape)?;
         bench.frame(&mut frames)?;
         let recording = Recording::of_this_thread()?;
         let begin = Stopwatch::start();

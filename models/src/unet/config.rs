@@ -209,7 +209,7 @@ impl Reader<'_> {
         let depths = depths.unwrap_or_else(|| vec![1; levels]);
         let down_types = self.types("down_block_types", levels, &usual.down)?;
         let up_types = self.types("up_block_types", levels, &usual.up)?;
-        let padding = match fields.value("downsample_padding").and_then(Value::as_u64) {
+        let padding = match fields.optional("downsample_padding", "0 or 1", Value::as_u64)? {
             // As in diffusers: without padding, zeros follow the image.
             Some(0) => [0, 1],
             None | Some(1) => [1, 1],
@@ -376,7 +376,9 @@ impl Reader<'_> {
         let known = if field == "down_block_types" { DOWN_TYPES } else { UP_TYPES };
         let kind = |name: &&str| known.iter().find(|(own, _)| own == name).map(|(_, kind)| *kind);
         let kinds: Option<Vec<Kind>> = names.iter().map(kind).collect();
-        let supported = |kind: &Kind| self.conditional || *kind != Kind::Text;
+        // In a conditional model, diffusers reads `attention_head_dim` as another number for attention among pixels.
+        let other = if self.conditional { Kind::Pixels } else { Kind::Text };
+        let supported = |kind: &Kind| *kind != other;
         kinds.filter(|kinds| kinds.iter().all(supported)).ok_or_else(|| {
             let names = known.iter().filter(|(_, kind)| supported(kind)).map(|(name, _)| *name);
             self.fields.unsupported(field, &names.collect::<Vec<_>>().join(", "))

@@ -106,10 +106,7 @@ impl Frames {
     /// model needs or does not read.
     pub fn new(unet: &Unet, shape: UnetShape) -> Result<Self, Error> {
         let (config, UnetShape { batch, size, tokens }) = (unet.config(), shape);
-        config.check_size(size)?;
-        if batch == 0 {
-            return Err(input("samples", 0, 1));
-        }
+        let plan = UnetPlan::new(config, batch, size, tokens)?;
         if (tokens > 0) != config.cross.is_some() {
             return Err(input("tokens of text", tokens, usize::from(config.cross.is_some())));
         }
@@ -137,7 +134,6 @@ impl Frames {
             text_time: config.text_time.map(|text_time| made(batch, text_time.width, own)),
             text: config.cross.map(|width| made(batch * tokens, width, own)),
         };
-        let plan = UnetPlan::new(config, batch, size, tokens)?;
         let (unet, by) = (unet.clone(), By::Launches(0));
         Ok(Self { unet, shape, inputs, plan, placed: None, by })
     }

@@ -43,7 +43,7 @@ impl UnetPlan {
     /// Counts a forward pass of `batch` samples of `size`, with a text of `tokens`.
     ///
     /// # Errors
-    /// [`Error::SampleSize`] for a size that the levels do not divide.
+    /// [`Error::SampleSize`] for a size that the levels do not divide; [`Error::UnetInput`] for an empty batch.
     pub fn new(
         config: &UnetConfig,
         batch: usize,
@@ -51,6 +51,9 @@ impl UnetPlan {
         tokens: usize,
     ) -> Result<Self, Error> {
         config.check_size(size)?;
+        if batch == 0 {
+            return Err(Error::UnetInput { what: "samples", have: 0, need: 1 });
+        }
         let modules = Modules::build(config, &mut |part: &Part| Ok(part.parameters() as u128))?;
         let machine = Counter { batch, state: Rc::default() };
         let width = |columns: usize, rows: usize| machine.input(rows, columns);
