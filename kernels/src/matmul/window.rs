@@ -68,12 +68,6 @@ impl Window {
         }
     }
 
-    /// Returns true if there are several taps, and every `tile` of channels is of one image.
-    pub(crate) const fn divides(&self, tile: u32) -> bool {
-        let [first, second] = self.channels;
-        self.taps[0] * self.taps[1] > 1 && first % tile == 0 && second % tile == 0
-    }
-
     /// Returns the elements of one of the images, for `images` of them.
     pub(crate) const fn len(&self, images: u32, part: usize) -> u64 {
         if self.channels[part] == 0 {
@@ -224,13 +218,6 @@ impl<F: Float, N: Size> Gather<F, N> {
     pub(crate) fn tap(&self, k: u32) -> Tap {
         let tap = k / self.channels;
         Tap { row: tap / self.cols, col: tap % self.cols, channel: k % self.channels }
-    }
-
-    /// Returns the tap of the k tile at depth `k`, if tiles of `depth` channels run through their taps first.
-    pub(crate) fn tap_of_tile(&self, k: u32, #[comptime] depth: u32) -> Tap {
-        let (tile, taps) = (k / depth, self.rows * self.cols);
-        let tap = tile % taps;
-        Tap { row: tap / self.cols, col: tap % self.cols, channel: tile / taps * depth }
     }
 
     /// Returns the tap `more` channels further on.

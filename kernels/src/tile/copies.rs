@@ -160,7 +160,7 @@ impl CopyLane {
             if comptime!(plan.even()) {
                 let down = comptime!((i * plan.pass()) as u32);
                 let inside = self.row + down < rows_left && self.col < cols_left;
-                self.copy_one(i, from + comptime!(down as u64) * line, to, inside, false, plan);
+                self.copy_one(i, from + comptime!(down as u64) * line, to, inside, plan);
             } else {
                 let per_row = comptime!(plan.per_row() as u32);
                 let at = self.unit + comptime!((i * plan.units) as u32);
@@ -179,14 +179,13 @@ impl CopyLane {
     }
 
     /// Copies the vector at `from` to the place of this unit's `i`th copy in the tile at `to`; zeros unless it is `inside`. All
-    /// copies of the unit must be in the same columns. `cached` copies go through the first-level cache.
+    /// copies of the unit must be in the same columns.
     pub(crate) fn copy_one(
         &self,
         #[comptime] i: usize,
         from: u64,
         to: u32,
         inside: bool,
-        #[comptime] cached: bool,
         #[comptime] plan: CopyPlan,
     ) {
         let down = comptime!((i * plan.pass()) as u32);
@@ -195,10 +194,10 @@ impl CopyLane {
             // The XOR stays within 128 bytes, the alignment of tiles.
             let xor = comptime!(plan.swizzle_xor(down));
             let to = if comptime!(xor == 0) { to + self.to } else { (to + self.to) ^ xor };
-            copy_through(from, to, far, inside, cached, plan);
+            copy_vector(from, to, far, inside, plan);
         } else {
             let to = to + offset_in_tile(self.row + down, self.col, plan.shape);
-            copy_through(from, to, 0u32, inside, cached, plan);
+            copy_vector(from, to, 0u32, inside, plan);
         }
     }
 }
@@ -212,22 +211,9 @@ pub(crate) fn copy_vector(
     inside: bool,
     #[comptime] plan: CopyPlan,
 ) {
-    copy_through(from, to, far, inside, false, plan);
-}
-
-/// Copies as [`copy_vector`], with `cached` through the first-level cache.
-#[cube]
-fn copy_through(
-    from: u64,
-    to: u32,
-    #[comptime] far: u32,
-    inside: bool,
-    #[comptime] cached: bool,
-    #[comptime] plan: CopyPlan,
-) {
     let bytes = comptime!(plan.vector_bytes());
-    // Only copies of 16 bytes can bypass the cache.
-    let level = comptime!(if bytes == 16 && !cached { "cg" } else { "ca" });
+    // Copies of 16 bytes bypass the first-level cache; smaller ones must go through it.
+    let level = comptime!(if bytes == 16 { "cg" } else { "ca" });
     if comptime!(bytes < 4) {
         // cp.async copies 4, 8 or 16 bytes: single half-precision elements go through a register.
         let mut value = 0u32;

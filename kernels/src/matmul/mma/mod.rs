@@ -275,7 +275,6 @@ impl MmaConfig {
             partial: self.parts > 1,
             accumulates_f16: problem.precision.sums() == DType::F16,
             packing: 1,
-            taps_first: problem.window.is_some_and(|window| window.divides(self.tile_k)),
             rounds_tf32: arch.compute_capability >= Some(90),
         }
     }
@@ -418,8 +417,6 @@ pub(crate) struct MmaPlan {
     pub(crate) accumulates_f16: bool,
     /// Values of k per element of the rhs tile.
     pub(crate) packing: usize,
-    /// True if the k tiles of a window run through its taps before its channels.
-    pub(crate) taps_first: bool,
     /// True if one instruction rounds f32 operands to tf32 (compute capability 9.0 or newer).
     pub(crate) rounds_tf32: bool,
 }

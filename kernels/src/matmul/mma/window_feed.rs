@@ -11,7 +11,9 @@
 //! | the divisions of a new item are predicated, and issued for every tile | 0.73 to 0.78 | 0.76 to 0.86 |
 //! | a barrier keeps their branch; not where all tiles are whole | 0.91 to 1.03 | 0.76 to 0.83 |
 //! | edges are checked in whole tiles too, so that the branch stays | not measured | not measured |
-//! | tiles of k run through all taps of some channels; copies go through the L1 cache | 34.0 us became 35.9 us, on another card | frames are as fast |
+//!
+//! Tried: tiles of k that run through all taps of some channels, with copies through the L1 cache. Frames were as fast, and two
+//! instances spilled.
 //!
 //! Records: `benches/baselines/cuda-sm90-132@rtx4090/conv.jsonl`.
 
@@ -152,12 +154,7 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
             let item = work.item(dims, id, plan.config);
             let (start_lhs, start_rhs, _) = dims.batch(item.batch as usize);
             let elem = comptime!(plan.lhs.shape.elem as u64);
-            let mut depth = item.k;
-            if comptime!(plan.taps_first) {
-                let Tap { row, col, channel } = gather.tap_of_tile(item.k, plan.config.tile_k);
-                depth = (row * gather.cols + col) * gather.channels + channel;
-            }
-            let rhs_at = start_rhs + item.col as usize * dims.rhs_stride + depth as usize;
+            let rhs_at = start_rhs + item.col as usize * dims.rhs_stride + item.k as usize;
             let rhs_at = self.start_rhs.address(rhs) + u64::cast_from(rhs_at) * elem;
             self.next.rhs_at.store(rhs_at + self.rhs.start(self.rhs_line, plan.rhs));
             self.next.image.store(self.start_lhs.address(lhs) + u64::cast_from(start_lhs) * elem);
@@ -188,13 +185,7 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
                 self.corners.index(comptime!(2 * i + 1)).store(corner.place);
             }
             let (col, _) = self.lhs.place(0usize, plan.lhs);
-            if comptime!(plan.taps_first) {
-                let Tap { row, col: across, channel } =
-                    gather.tap_of_tile(next.k.read(), plan.config.tile_k);
-                self.set_tap(&Tap { row, col: across, channel: channel + col });
-            } else {
-                self.set_tap(&gather.tap(next.k.read() + col));
-            }
+            self.set_tap(&gather.tap(next.k.read() + col));
             self.locate::<G, NG>(gather, plan);
             self.image.store(next.image.read());
             self.rhs_at.store(next.rhs_at.read());
@@ -231,41 +222,20 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
             for i in 0..comptime!(plan.lhs.copies()) {
                 let pixel = self.pixels.index(i).read();
                 let at = u64::cast_from(pixel) * pitch + from;
-                self.lhs.copy_one(i, at, stage, pixel != NONE, plan.taps_first, plan.lhs);
+                self.lhs.copy_one(i, at, stage, pixel != NONE, plan.lhs);
             }
-            let tile_k = plan.config.tile_k;
             let (cols, depth) = (self.cols.read(), self.depth.read());
             let to_rhs = stage + comptime!(left.bytes());
             self.rhs.copy(self.rhs_at.read(), self.rhs_line, to_rhs, cols, depth, plan.rhs);
+            self.rhs_at.store(self.rhs_at.read() + comptime!(right.row_bytes() as u64));
+            self.depth.store(depth - min(depth, plan.config.tile_k));
             self.tiles.store(self.tiles.read() - 1);
-            if comptime!(plan.taps_first) {
-                let (mut row, mut col, mut channel) = (tap.row, tap.col + 1, tap.channel);
-                let mut further = gather.channels;
-                if col == gather.cols {
-                    col = 0u32;
-                    row += 1;
-                }
-                if row == gather.rows {
-                    row = 0u32;
-                    channel += tile_k;
-                    // Wraps around to the first tap.
-                    further = tile_k - (gather.rows * gather.cols - 1) * gather.channels;
-                }
-                self.set_tap(&Tap { row, col, channel });
-                let further =
-                    i64::cast_from(i32::cast_from(further)) * comptime!(right.elem as i64);
-                self.rhs_at.store(self.rhs_at.read() + u64::cast_from(further));
-                self.locate::<G, NG>(gather, plan);
+            let channel = tap.channel + plan.config.tile_k;
+            if channel < gather.channels {
+                self.channel.store(channel);
             } else {
-                self.rhs_at.store(self.rhs_at.read() + comptime!(right.row_bytes() as u64));
-                self.depth.store(depth - min(depth, tile_k));
-                let channel = tap.channel + tile_k;
-                if channel < gather.channels {
-                    self.channel.store(channel);
-                } else {
-                    self.set_tap(&gather.after(&tap, tile_k));
-                    self.locate::<G, NG>(gather, plan);
-                }
+                self.set_tap(&gather.after(&tap, plan.config.tile_k));
+                self.locate::<G, NG>(gather, plan);
             }
         }
         commit_copies();
