@@ -29,7 +29,7 @@ pub enum LoadError {
          (--dtype f16), or a smaller model"
     )]
     Memory {
-        /// The weights, or a frame.
+        /// The model, or a frame.
         what: &'static str,
         /// Bytes needed.
         need: u64,

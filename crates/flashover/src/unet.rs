@@ -362,7 +362,7 @@ fn check_weights(
 ) -> Result<(), LoadError> {
     let size = options.dtype.map_or(4, |dtype| burn::tensor::DType::from(dtype).size());
     let parameters = UnetPlan::new(config, 1, [config.multiple(); 2], 1)?.parameters();
-    check_memory(device, "the model's weights", parameters * size as u128)
+    check_memory(device, "the model", parameters * size as u128)
 }
 
 /// Refuses more than the free memory of a device, if its driver reports it.

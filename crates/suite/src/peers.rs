@@ -46,12 +46,7 @@ pub(crate) fn burn_matmul(
     sets: usize,
 ) -> Result<Timing, TimingError> {
     let burn_device = burn_device(device)?;
-    let dtype = match p.precision {
-        Precision::F32 | Precision::Tf32 => FloatDType::F32,
-        Precision::F16 => FloatDType::F16,
-        Precision::Bf16 => FloatDType::BF16,
-        Precision::F16Acc16 => return Err(failed(SUMS)),
-    };
+    let dtype = burn_dtype(p.precision)?;
     if p.grouped {
         return Err(failed(GROUPS));
     }
@@ -80,6 +75,16 @@ pub(crate) fn burn_matmul(
     let wait = || burn_device.sync().map_err(|e| TimingError::Failed(format!("{e:?}")));
     wait()?;
     time_burn(device, |i| drop(multiply(i)), wait)
+}
+
+/// Returns Burn's dtype of a precision; an error for sums that Burn lacks.
+fn burn_dtype(precision: Precision) -> Result<FloatDType, TimingError> {
+    match precision {
+        Precision::F32 | Precision::Tf32 => Ok(FloatDType::F32),
+        Precision::F16 => Ok(FloatDType::F16),
+        Precision::Bf16 => Ok(FloatDType::BF16),
+        Precision::F16Acc16 => Err(failed(SUMS)),
+    }
 }
 
 /// Returns Burn's device for the processor of `device`.
@@ -154,12 +159,7 @@ pub(crate) fn burn_conv(
     sets: usize,
 ) -> Result<Timing, TimingError> {
     let burn_device = burn_device(device)?;
-    let dtype = match p.precision {
-        Precision::F32 | Precision::Tf32 => FloatDType::F32,
-        Precision::F16 => FloatDType::F16,
-        Precision::Bf16 => FloatDType::BF16,
-        Precision::F16Acc16 => return Err(failed(SUMS)),
-    };
+    let dtype = burn_dtype(p.precision)?;
     let one_side = p.padding.iter().all(|[before, after]| before == after && *before >= 0);
     let plain = p.reading == Reading::Plain && p.channels[1] == 0 && one_side;
     if !plain || p.epilogue != Epilogue::default() {

@@ -27,7 +27,7 @@ pub(super) struct OnDevice {
 }
 
 impl OnDevice {
-    /// Runs a kernel of ours, whose result takes its place.
+    /// Runs an op and writes its result to the next planned place.
     fn place<T>(&self, run: impl FnOnce() -> T) -> T {
         match &self.places {
             Some(places) => places.place(run),

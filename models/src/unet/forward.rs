@@ -196,7 +196,7 @@ pub(crate) struct Inputs<V> {
 }
 
 impl<V> Inputs<V> {
-    /// Returns inputs made of these.
+    /// Maps each value with a function.
     pub(crate) fn map<T>(&self, of: impl Fn(&V) -> T) -> Inputs<T> {
         let Image { rows, size, channels } = &self.sample;
         Inputs {

@@ -37,7 +37,7 @@ pub struct Condition<'a> {
     pub sizes: Option<&'a [f32]>,
 }
 
-/// An input, and the values that it has.
+/// Device buffer of an input, and a host copy of its values.
 #[derive(Debug)]
 struct Input {
     tensor: Tensor<2>,
@@ -232,7 +232,7 @@ impl Frames {
         if self.placed.is_none() {
             self.placed = Some((thread::current().id(), self.placed()?));
         }
-        // Another thread allocates: its kernels would not wait for those that read the same memory.
+        // Another thread allocates its results: its kernels could overwrite memory that the first thread still reads.
         let own = self.placed.as_ref().filter(|(thread, _)| *thread == thread::current().id());
         let places = own.and_then(|(_, placed)| placed.clone());
         // A trace cannot see the kernels of a replay.
