@@ -102,6 +102,8 @@ choice! {
     All = "all",
     /// Matmuls in every precision, and requests to models in each, with latency and memory
     Documents = "documents",
+    /// Convolutions and group norms of U-Nets, beside matmuls of equal size
+    Conv = "conv",
 }
 
 choice! {

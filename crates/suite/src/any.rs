@@ -4,13 +4,18 @@ use std::sync::Arc;
 
 use arch::ArchProfile;
 use cubecl::ir::{DeviceProperties, TargetProperties};
-use tune::{Entry, TuneCache};
+use kernels::conv::Conv;
+use kernels::group_norm::GroupNorm;
+use tune::{Entry, Kernel, TuneCache};
 
 use crate::bench::{AnyBench, BenchOf};
 use crate::case::{Scale, Suite};
 use crate::instance::{self, Instance};
 use crate::kernel::KernelSuite;
 use crate::verify::{self, Job};
+
+/// Kernels whose cases [`Suite::Conv`] measures.
+const OF_CONV: [&str; 2] = [Conv::NAME, GroupNorm::NAME];
 
 /// A [`KernelSuite`] with its types erased.
 pub trait AnyKernel: Sync {
@@ -53,6 +58,11 @@ impl<K: KernelSuite> AnyKernel for K {
     }
 
     fn bench_cases(&self, suite: Suite, scale: Scale) -> Vec<Box<dyn AnyBench>> {
+        let suite = match suite {
+            Suite::Conv if !OF_CONV.contains(&K::NAME) => return Vec::new(),
+            Suite::Conv => Suite::Kernels,
+            suite => suite,
+        };
         let cases = K::bench_cases(suite, scale).into_iter();
         cases.map(|case| Box::new(BenchOf::<K>(case)) as Box<dyn AnyBench>).collect()
     }

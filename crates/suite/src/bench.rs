@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn every_suite_has_cases_of_different_names() {
-        for suite in [Suite::Quick, Suite::Kernels, Suite::All, Suite::Documents] {
+        for suite in Suite::ALL {
             for scale in [Scale::Gpu, Scale::Host] {
                 let cases = KERNELS.iter().flat_map(|kernel| kernel.bench_cases(suite, scale));
                 let names: Vec<_> = cases.map(|case| case.name()).collect();

@@ -128,7 +128,9 @@ pub(crate) fn multiply<
     let mut id = CUBE_POS_X;
     while id < items {
         let now = work.item(dims, id, plan.config);
-        feed.aim::<F, NL, NR>(lhs, rhs, more, dims, &work, id + CUBE_COUNT_X, plan);
+        if comptime!(plan.streams) {
+            feed.aim::<F, NL, NR>(lhs, rhs, more, dims, &work, id + CUBE_COUNT_X, plan);
+        }
         let rounds = if comptime!(plan.fixed_stages) { now.tiles / stages } else { now.tiles };
         for _ in 0..rounds {
             #[unroll]

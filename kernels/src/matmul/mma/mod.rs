@@ -261,16 +261,18 @@ impl MmaConfig {
     pub(crate) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> MmaPlan {
         let [lhs, rhs] = self.tiles(problem);
         let [width_lhs, width_rhs, _] = problem.widest();
-        // Without edges, ptxas issues what a window's next item needs for every tile: see `window_feed`.
-        let exact = problem.divides(self.tile(), self.tile_k) && problem.window.is_none();
+        let exact = problem.divides(self.tile(), self.tile_k);
         let units = self.units() as usize;
         let copies = |shape, width| CopyPlan { shape, width, units, exact };
+        // Windows have edges even in whole tiles.
+        let inside = exact && problem.window.is_none();
         MmaPlan {
             config: Self { parts: 1, ..*self },
-            lhs: copies(lhs, width_lhs),
+            lhs: CopyPlan { exact: inside, ..copies(lhs, width_lhs) },
             rhs: copies(rhs, width_rhs),
             inst_k: mma_inst(arch, problem.precision).map_or(0, |s| s.k),
             fixed_stages: false,
+            streams: problem.window.is_none(),
             exact,
             partial: self.parts > 1,
             accumulates_f16: problem.precision.sums() == DType::F16,
@@ -296,8 +298,10 @@ const CONFIGS: [MmaConfig; 11] = [
 ];
 
 /// Configs for channels of U-Nets, which 160 or 192 divide but no large power of two.
-const CHANNELS: [MmaConfig; 4] = [
+const CHANNELS: [MmaConfig; 6] = [
     MmaConfig::new([64, 160, 64], [2, 2], 3),
+    MmaConfig::new([128, 160, 32], [4, 2], 5),
+    MmaConfig::new([128, 192, 32], [2, 4], 4),
     MmaConfig::new([64, 192, 32], [2, 2], 3),
     MmaConfig::new([64, 192, 64], [2, 2], 3),
     MmaConfig::new([128, 192, 32], [4, 2], 4),
@@ -378,10 +382,11 @@ impl Path for MmaConfig {
         let wide = self.plane_tile().1 % 32 == 0 && problem.out.size() == 2 && problem.n % 8 == 0;
         let even = if problem.n % 2 == 0 { 2 } else { 1 };
         let resident = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
+        let streams = problem.window.is_none() && self.streams(problem.k);
         Grid {
             widths: [lhs, rhs, if wide { 8 } else { even }, even],
             part_tiles: self.part_tiles(problem.k),
-            streams: Some(if self.streams(problem.k) { resident } else { u32::MAX }),
+            streams: Some(if streams { resident } else { u32::MAX }),
             ..Grid::new(self.tile(), (32, self.planes_m * self.planes_n))
         }
     }
@@ -409,6 +414,8 @@ pub(crate) struct MmaPlan {
     pub(crate) inst_k: u32,
     /// True if the stage of every tile is known at compile time, and k is whole rounds of stages.
     pub(crate) fixed_stages: bool,
+    /// True if a cube may process several items; false for windows, whose items begin with divisions.
+    pub(crate) streams: bool,
     /// True if every tile is full: no edge needs a check.
     pub(crate) exact: bool,
     /// True if accumulators go to the workspace.

@@ -49,20 +49,6 @@ pub(crate) struct WindowFeed {
     tiles: RuntimeCell<u32>,
     cols: RuntimeCell<u32>,
     depth: RuntimeCell<u32>,
-    next: Next,
-}
-
-/// The next item, not decomposed yet.
-#[derive(CubeType)]
-struct Next {
-    row: RuntimeCell<u32>,
-    row_end: RuntimeCell<u32>,
-    k: RuntimeCell<u32>,
-    image: RuntimeCell<u64>,
-    rhs_at: RuntimeCell<u64>,
-    tiles: RuntimeCell<u32>,
-    cols: RuntimeCell<u32>,
-    depth: RuntimeCell<u32>,
 }
 
 #[cube]
@@ -127,16 +113,6 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
             tiles: RuntimeCell::new(0u32),
             cols: RuntimeCell::new(0u32),
             depth: RuntimeCell::new(0u32),
-            next: Next {
-                row: RuntimeCell::new(0u32),
-                row_end: RuntimeCell::new(0u32),
-                k: RuntimeCell::new(0u32),
-                image: RuntimeCell::new(0u64),
-                rhs_at: RuntimeCell::new(0u64),
-                tiles: RuntimeCell::new(0u32),
-                cols: RuntimeCell::new(0u32),
-                depth: RuntimeCell::new(0u32),
-            },
         }
     }
 
@@ -156,45 +132,30 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
             let elem = comptime!(plan.lhs.shape.elem as u64);
             let rhs_at = start_rhs + item.col as usize * dims.rhs_stride + item.k as usize;
             let rhs_at = self.start_rhs.address(rhs) + u64::cast_from(rhs_at) * elem;
-            self.next.rhs_at.store(rhs_at + self.rhs.start(self.rhs_line, plan.rhs));
-            self.next.image.store(self.start_lhs.address(lhs) + u64::cast_from(start_lhs) * elem);
+            self.rhs_at.store(rhs_at + self.rhs.start(self.rhs_line, plan.rhs));
+            self.image.store(self.start_lhs.address(lhs) + u64::cast_from(start_lhs) * elem);
             #[comptime]
             match &gather.second {
                 ComptimeOption::Some(second) => self.second.store(global_address(second)),
                 ComptimeOption::None => {}
             }
-            self.next.row.store(item.row);
-            self.next.row_end.store(item.row_end);
-            self.next.k.store(item.k);
-            self.next.tiles.store(item.tiles);
-            self.next.cols.store(dims.n - item.col);
-            self.next.depth.store(dims.k - item.k);
-        }
-    }
-
-    fn take_next(&self, gather: &Gather<G, NG>, #[comptime] plan: MmaPlan) {
-        let next = &self.next;
-        if self.tiles.read() == 0 && next.tiles.read() > 0 {
-            // Keeps the branch, unless all tiles are whole: see the ladder.
-            sync_plane();
+            self.tiles.store(item.tiles);
+            self.cols.store(dims.n - item.col);
+            self.depth.store(dims.k - item.k);
             #[unroll]
             for i in 0..comptime!(plan.lhs.copies()) {
                 let (_, down) = self.lhs.place(i, plan.lhs);
-                let corner = gather.corner(next.row.read() + down, next.row_end.read());
+                let corner = gather.corner(item.row + down, item.row_end);
                 self.corners.index(comptime!(2 * i)).store(corner.image);
                 self.corners.index(comptime!(2 * i + 1)).store(corner.place);
             }
             let (col, _) = self.lhs.place(0usize, plan.lhs);
-            self.set_tap(&gather.tap(next.k.read() + col));
+            self.set_tap(&gather.tap(item.k + col));
             self.locate::<G, NG>(gather, plan);
-            self.image.store(next.image.read());
-            self.rhs_at.store(next.rhs_at.read());
-            self.tiles.store(next.tiles.read());
-            self.cols.store(next.cols.read());
-            self.depth.store(next.depth.read());
-            next.tiles.store(0u32);
         }
     }
+
+    fn take_next(&self, _gather: &Gather<G, NG>, #[comptime] _plan: MmaPlan) {}
 
     fn tile(
         &self,
@@ -239,7 +200,6 @@ impl<G: Float, NG: Size> Feed<Gather<G, NG>> for WindowFeed {
             }
         }
         commit_copies();
-        self.take_next(gather, plan);
         let end = self.shared + comptime!(plan.config.stages * plan.stage_bytes());
         self.stage.store(next_stage(stage, self.shared, end, plan.stage_bytes()));
     }
