@@ -4,13 +4,18 @@
 //! its channel in the image; a copy takes one multiply-add of the two. Pixels change with the tap, once in `channels / tile_k`
 //! tiles. Without a pixel, `cp.async` writes zeros and reads nothing.
 //!
-//! Speed as a share of our matmul of equal sizes, f16, U-Net of Stable Diffusion 1.5 (H200 as RTX 4090):
+//! A cube computes one item, unlike in a dense matmul: its divisions come before the loop, and need no registers in it.
 //!
-//! | version | 320 filters | 640 and 1280 filters |
+//! Time of our matmul of equal sizes over that of the convolution, f16, 3x3 of Stable Diffusion 1.5 (H200 as RTX 4090):
+//!
+//! | version | batch 1 | batch 8 |
 //! |---|---|---|
-//! | the divisions of a new item are predicated, and issued for every tile | 0.73 to 0.78 | 0.76 to 0.86 |
-//! | a barrier keeps their branch; not where all tiles are whole | 0.91 to 1.03 | 0.76 to 0.83 |
-//! | edges are checked in whole tiles too, so that the branch stays | not measured | not measured |
+//! | the divisions of the next item are predicated, and issued for every tile | 0.66 to 0.88 | 0.74 to 0.97 |
+//! | one item for each cube: 216 instead of 466 instructions a tile of 64 HMMA | 0.97 to 1.10 | 0.95 to 1.13 |
+//!
+//! At batch 8, 0.53 to 0.66 of the ceiling of `mma.sync`. Tried there, and no faster: 128 x 160 x 32 by eight planes, 128 x 128 x 64
+//! by four. CUTLASS reaches 1.08 to 1.27 times our speed above 8 x 8 pixels, with two cubes of 96 KiB on a processor; an RTX card
+//! holds one.
 //!
 //! Tried: tiles of k that run through all taps of some channels, with copies through the L1 cache. Frames were as fast, and two
 //! instances spilled.
