@@ -194,14 +194,16 @@ pub enum Error {
     },
     /// A weight with values that are infinite or NaN in the compute dtype.
     #[error(
-        "tensor {tensor} has values that are infinite or NaN in {dtype}\nhint: compute in f32 or bf16, or download the \
-         weights again"
+        "tensor {tensor} has values that are infinite or NaN in {dtype}\nhint: {}",
+        if *.stored { "download the weights again" } else { "compute in f32 or bf16" }
     )]
     NotFinite {
         /// Name of the tensor.
         tensor: String,
         /// The compute dtype.
         dtype: &'static str,
+        /// True if the file has such values too.
+        stored: bool,
     },
     /// A sample whose size the levels of a U-Net do not divide.
     #[error(
@@ -213,17 +215,68 @@ pub enum Error {
         /// Their divisor.
         multiple: usize,
     },
-    /// An input of a U-Net with the wrong number of values, or one that the model needs or does not read.
+    /// A frame of a U-Net without samples, or with more pixels or tokens than 32 bits count.
     #[error(
-        "expected {need} {what}, got {have}\nhint: pass what the model's config.json asks for, for each sample"
+        "expected a frame of 1 to 4294967295 {what}, got {have}\nhint: pass other sizes, or fewer samples at a time"
     )]
+    FrameSize {
+        /// Name of what is counted.
+        what: &'static str,
+        /// Number in the frame.
+        have: u64,
+    },
+    /// An input of a U-Net with the wrong number of values.
+    #[error("expected {need} {what}, got {have}\nhint: pass the values of each sample")]
     UnetInput {
         /// Name of the input.
         what: &'static str,
         /// Values given.
         have: usize,
-        /// Values expected; 1 for any number of them.
+        /// Values expected.
         need: usize,
+    },
+    /// An input that a U-Net reads, and that is missing.
+    #[error("the model reads {0}, but none is given\nhint: pass it with each frame")]
+    NoInput(&'static str),
+    /// An input that a U-Net does not read.
+    #[error("the model does not read {0}\nhint: leave it out")]
+    Unread(&'static str),
+    /// A frame whose result has values that are infinite or NaN.
+    #[error(
+        "the result of a frame has values that are infinite or NaN\nhint: check the inputs, or compute in f32 or bf16"
+    )]
+    NotFiniteResult,
+    /// More steps of a sampler than its training had, or none.
+    #[error(
+        "expected 1 to {most} steps, got {have}\nhint: choose fewer steps than the training had"
+    )]
+    Steps {
+        /// Steps given.
+        have: usize,
+        /// Steps of the training.
+        most: usize,
+    },
+    /// A timestep that `steps_offset` moves past the last of the training.
+    #[error(
+        "the first step would be at timestep {have}, but the last one of the training is {last}\nhint: choose fewer steps, or \
+         another `timestep_spacing`"
+    )]
+    Timestep {
+        /// The timestep.
+        have: usize,
+        /// The last timestep of the training.
+        last: usize,
+    },
+    /// A U-Net whose result cannot be a sample.
+    #[error(
+        "sampling needs as many result channels as sample channels, but the model has {out} and {own}\nhint: use a model that \
+         predicts samples of its own shape"
+    )]
+    SampleChannels {
+        /// Channels of a sample.
+        own: usize,
+        /// Channels of a result.
+        out: usize,
     },
     /// A class that a U-Net does not have.
     #[error("expected a class from 0 to {}, got {class}\nhint: pass the index of a class", count - 1)]

@@ -66,10 +66,14 @@ impl<'a> Fields<'a> {
 
     /// Reads a number of layers, at most 10000, because each layer takes memory before any tensor is read.
     pub(crate) fn layers(&self, field: &str) -> Result<usize, Error> {
-        let layers = self.optional(field, "an integer from 1 to 10000", |value| {
-            usize::try_from(value.as_u64()?).ok().filter(|layers| (1..=10_000).contains(layers))
-        })?;
-        layers.ok_or_else(|| self.missing(field))
+        self.optional_count(field, 10_000)?.ok_or_else(|| self.missing(field))
+    }
+
+    /// Reads a number from 1 to `most`.
+    pub(crate) fn optional_count(&self, field: &str, most: usize) -> Result<Option<usize>, Error> {
+        self.optional(field, &format!("an integer from 1 to {most}"), |value| {
+            usize::try_from(value.as_u64()?).ok().filter(|count| (1..=most).contains(count))
+        })
     }
 
     /// Reads a finite number above 0.
@@ -79,10 +83,13 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// Reads the epsilon of a norm, which must be finite in f32.
+    /// Reads a number that is above 0 and finite in f32, such as the epsilon of a norm.
     pub(crate) fn optional_eps(&self, field: &str) -> Result<Option<f64>, Error> {
         self.optional(field, "a number above 0 in the range of f32", |value| {
-            value.as_f64().filter(|number| *number > 0.0 && (*number as f32).is_finite())
+            value.as_f64().filter(|number| {
+                let rounded = *number as f32;
+                rounded > 0.0 && rounded.is_finite()
+            })
         })
     }
 

@@ -66,13 +66,16 @@ pub(crate) fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostT
     let bytes = std::fs::read(path).map_err(about)?;
     let file = SafeTensors::deserialize(&bytes).map_err(|e| {
         anyhow!(
-            "{shown} is no safetensors file: {e}\nhint: write one with `save_file` of the \
+            "{shown} is not a safetensors file: {e}\nhint: write one with `save_file` of the \
              safetensors package"
         )
     })?;
     file.tensors()
         .into_iter()
         .map(|(name, view)| {
+            if view.dtype() == Dtype::I64 {
+                return Ok((name.clone(), narrowed(&name, &view)?));
+            }
             let dtype = match view.dtype() {
                 Dtype::F32 => DType::F32,
                 Dtype::F16 => DType::F16,
@@ -85,6 +88,19 @@ pub(crate) fn read_tensors(path: &Path) -> anyhow::Result<BTreeMap<String, HostT
             Ok((name, HostTensor::new(dtype, view.shape(), view.data().to_vec())?))
         })
         .collect()
+}
+
+/// Returns integers of 64 bits as i32.
+fn narrowed(name: &str, view: &TensorView<'_>) -> anyhow::Result<HostTensor> {
+    let words = view.data().as_chunks::<8>().0;
+    let mut bytes = Vec::with_capacity(4 * words.len());
+    for word in words {
+        let value = i64::from_le_bytes(*word);
+        let value = i32::try_from(value)
+            .map_err(|_| anyhow!("tensor `{name}` has {value}\nhint: use integers of 32 bits"))?;
+        bytes.extend(value.to_le_bytes());
+    }
+    Ok(HostTensor::new(DType::I32, view.shape(), bytes)?)
 }
 
 /// Encodes tensors as a safetensors file.

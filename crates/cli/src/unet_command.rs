@@ -1,24 +1,21 @@
 //! `flashover unet`: U-Nets of diffusers, frame by frame.
 
-use std::collections::BTreeMap;
+mod run;
+
 use std::path::PathBuf;
 
-use anyhow::{anyhow, bail};
-
+use anyhow::bail;
 use clap::{Subcommand, ValueEnum};
 use command::OutFile;
 use flashover::device::ArchProfile;
-use flashover::host::HostTensor;
 use flashover::unet::{
-    Condition, FrameSpeed, Method, Schedule, UnetConfig, UnetModel, UnetOptions, UnetPlan,
-    UnetShape, UnetWeights, sample,
+    FrameSpeed, UnetConfig, UnetModel, UnetOptions, UnetPlan, UnetShape, UnetWeights,
 };
-use flashover::{Compute, Policy};
+use flashover::{Compute, LoadError, Policy};
 use serde::Serialize;
 
 use crate::interrupt;
 use crate::model_args::{DeviceArgs, choice};
-use crate::op_command::{encoded, read_tensors};
 use crate::profile_command::{milliseconds, operators_table};
 
 #[derive(clap::Args)]
@@ -32,7 +29,7 @@ enum Command {
     /// Measure frames per second, latency and memory of shapes with random weights, or of a model
     Bench(BenchArgs),
     /// Compute frames of the inputs in a file, or sample pictures from noise
-    Run(RunArgs),
+    Run(run::RunArgs),
     /// Print the work and memory of each layer, without a device
     Plan(PlanArgs),
     /// Print the time of a frame by operator and by layer, with the memory of each layer
@@ -84,12 +81,6 @@ struct LoadArgs {
     device: DeviceArgs,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum MethodArg {
-    Ddim,
-    Euler,
-}
-
 /// Size of frames.
 #[derive(clap::Args)]
 struct SizeArgs {
@@ -97,27 +88,31 @@ struct SizeArgs {
     #[arg(long, value_parser = size)]
     size: Option<Size>,
     /// Tokens of the text, for models that attend to one
-    #[arg(long, default_value_t = 77)]
-    tokens: usize,
+    #[arg(long, default_value_t = 77, value_parser = clap::value_parser!(u16).range(1..))]
+    tokens: u16,
 }
 
 #[derive(Clone, Copy)]
 struct Size([usize; 2]);
 
 fn size(text: &str) -> Result<Size, String> {
-    let number = |text: &str| text.parse::<u32>().ok().filter(|size| *size > 0);
+    let number = |text: &str| text.parse::<u16>().ok().filter(|size| *size > 0);
     let sizes = match text.split_once('x') {
         None => number(text).map(|size| [size, size]),
-        Some((height, width)) => number(height).zip(number(width)).map(<[u32; 2]>::from),
+        Some((height, width)) => number(height).zip(number(width)).map(<[u16; 2]>::from),
     };
-    let bad = || format!("expected a size, got `{text}`\nhint: use, for example, 64 or 64x96");
+    let bad = || {
+        format!(
+            "expected a size, got `{text}`\nhint: use numbers from 1 to 65535, such as 64 or 64x96"
+        )
+    };
     Ok(Size(sizes.ok_or_else(bad)?.map(|size| size as usize)))
 }
 
 impl SizeArgs {
     fn shape(&self, config: &UnetConfig, batch: usize) -> UnetShape {
         let size = self.size.map(|Size(size)| size).or(config.sample_size).unwrap_or([64, 64]);
-        let tokens = if config.cross.is_some() { self.tokens } else { 0 };
+        let tokens = if config.cross.is_some() { self.tokens.into() } else { 0 };
         UnetShape { batch, size, tokens }
     }
 }
@@ -150,45 +145,6 @@ struct BenchArgs {
     json: bool,
     #[command(flatten)]
     size: SizeArgs,
-    #[command(flatten)]
-    load: LoadArgs,
-}
-
-#[derive(clap::Args)]
-struct RunArgs {
-    /// Folder with config.json and safetensors of diffusers
-    #[arg(long, short)]
-    model: PathBuf,
-    /// Safetensors file with sample [batch, channels, height, width] and timestep [batch] or [1]; text [batch, tokens, width],
-    /// classes [batch], pooled [batch, width] and sizes [batch, 6] if the model reads them. With --steps, only these last four
-    #[arg(long, value_name = "FILE", required_unless_present = "steps")]
-    input: Option<PathBuf>,
-    /// Safetensors file for the result of the last frame, `sample`
-    #[arg(long, short, value_name = "FILE", required_unless_present = "picture")]
-    output: Option<PathBuf>,
-    /// Number of frames
-    #[arg(long, default_value_t = 1, conflicts_with = "steps", value_parser = clap::value_parser!(u32).range(1..))]
-    frames: u32,
-    /// Sample from noise in this many steps
-    #[arg(long)]
-    steps: Option<usize>,
-    /// PNG file for the sampled pictures, side by side
-    #[arg(long, value_name = "FILE", requires = "steps")]
-    picture: Option<PathBuf>,
-    /// Method of the steps [default: that of the folder's scheduler_config.json, or ddim]
-    #[arg(long, requires = "steps")]
-    method: Option<MethodArg>,
-    /// Random seed of the noise
-    #[arg(long, default_value_t = 0, requires = "steps")]
-    seed: u64,
-    /// Pictures to sample
-    #[arg(long, short, default_value_t = 1, requires = "steps", value_parser = clap::value_parser!(u16).range(1..))]
-    batch: u16,
-    #[command(flatten)]
-    size: SizeArgs,
-    /// Compute dtype [default: that of the files, or f32 on a CPU]
-    #[arg(long)]
-    dtype: Option<Precision>,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -238,7 +194,7 @@ struct ProfileArgs {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match &args.command {
         Command::Bench(args) => bench(args),
-        Command::Run(args) => run_frames(args),
+        Command::Run(args) => run::run(args),
         Command::Plan(args) => plan(args),
         Command::Profile(args) => profile(args),
     }
@@ -261,11 +217,19 @@ struct Row {
 }
 
 fn bench(args: &BenchArgs) -> anyhow::Result<()> {
-    let device = args.load.device.open()?;
     let models: Vec<(String, Option<&PathBuf>)> = match &args.model {
         Some(model) => vec![(model.display().to_string(), Some(model))],
         None => args.shape.iter().map(|shape| (shape.clone(), None)).collect(),
     };
+    // An invalid row must not end a table that took minutes.
+    for (name, folder) in &models {
+        let config = config_of(*folder, name)?;
+        for batch in &args.batch {
+            let UnetShape { batch, size, tokens } = args.size.shape(&config, (*batch).into());
+            UnetPlan::new(&config, batch, size, tokens)?;
+        }
+    }
+    let device = args.load.device.open()?;
     let _listening = interrupt::listen()?;
     let mut wrote = false;
     for (name, folder) in models {
@@ -339,139 +303,6 @@ fn line(row: &Row) -> String {
     )
 }
 
-/// Inputs of frames from a file.
-#[derive(Default)]
-struct Inputs(BTreeMap<String, HostTensor>);
-
-impl Inputs {
-    fn values(&self, name: &str) -> anyhow::Result<Option<Vec<f32>>> {
-        Ok(self.0.get(name).map(HostTensor::to_f32).transpose()?)
-    }
-
-    fn needed(&self, name: &str) -> anyhow::Result<&HostTensor> {
-        let missing = || anyhow!("the input has no `{name}`\nhint: add the {name} of a frame");
-        self.0.get(name).ok_or_else(missing)
-    }
-
-    /// Returns the tokens of the text; 0 without one.
-    fn tokens(&self) -> usize {
-        self.0.get("text").map_or(0, |text| text.shape().get(1).copied().unwrap_or(0))
-    }
-}
-
-fn run_frames(args: &RunArgs) -> anyhow::Result<()> {
-    let file = |path: &Option<PathBuf>| path.as_deref().map(OutFile::new).transpose();
-    let (target, picture) = (file(&args.output)?, file(&args.picture)?);
-    for output in [&target, &picture].into_iter().flatten() {
-        let same = |input: &PathBuf| OutFile::new(input).is_ok_and(|input| input.is_same(output));
-        if args.input.as_ref().is_some_and(same) {
-            bail!("input and output are the same file\nhint: choose another output file");
-        }
-    }
-    let inputs = Inputs(args.input.as_deref().map(read_tensors).transpose()?.unwrap_or_default());
-    let device = args.load.device.open()?;
-    let options = match args.dtype {
-        Some(precision) => precision.options(args.load.policy),
-        None => UnetOptions { policy: Some(args.load.policy), ..UnetOptions::default() },
-    };
-    let schedule = args.steps.map(|_| schedule(args)).transpose()?;
-    let model = UnetModel::load(&device, &args.model, &options)?;
-    let [text, classes, pooled, sizes] =
-        ["text", "classes", "pooled", "sizes"].map(|name| inputs.values(name));
-    let (text, classes, pooled, sizes) = (text?, classes?, pooled?, sizes?);
-    let condition = Condition {
-        timesteps: &[],
-        text: text.as_deref(),
-        classes: classes.as_deref(),
-        pooled_text: pooled.as_deref(),
-        sizes: sizes.as_deref(),
-    };
-    let _listening = interrupt::listen()?;
-    let (shape, result) = match (args.steps, schedule) {
-        (Some(count), Some(schedule)) => {
-            let shape = args.size.shape(model.config(), args.batch.into());
-            let shape = UnetShape { tokens: inputs.tokens(), ..shape };
-            let steps = schedule.steps(count)?;
-            let mut frames = model.frames(shape)?;
-            let seen = |_| Ok::<_, anyhow::Error>(interrupt::check("stopped")?);
-            (shape, sample(&mut frames, &steps, args.seed, &condition, seen)?)
-        }
-        _ => {
-            let input = inputs.needed("sample")?;
-            let &[batch, _, height, width] = input.shape() else {
-                bail!(
-                    "expected a sample of shape [batch, channels, height, width], got {:?}\nhint: reshape it",
-                    input.shape()
-                );
-            };
-            let shape = UnetShape { batch, size: [height, width], tokens: inputs.tokens() };
-            let (input, timesteps) = (input.to_f32()?, inputs.needed("timestep")?.to_f32()?);
-            let condition = Condition { timesteps: &timesteps, ..condition };
-            let mut frames = model.frames(shape)?;
-            let mut result = Vec::new();
-            for _ in 0..args.frames {
-                interrupt::check("stopped")?;
-                result = frames.frame(&input, &condition)?;
-            }
-            (shape, result)
-        }
-    };
-    let channels = model.config().out_channels;
-    if let Some(target) = target {
-        let dims = [shape.batch, channels, shape.size[0], shape.size[1]];
-        let output = HostTensor::from_f32(&dims, &result)?;
-        target.write(&encoded(&BTreeMap::from([("sample".to_owned(), output)]))?)?;
-    }
-    if let Some(picture) = picture {
-        picture.write(&png_of(&result, shape, channels)?)?;
-    }
-    Ok(())
-}
-
-/// Returns the schedule of the model's folder, with the method of the options.
-fn schedule(args: &RunArgs) -> anyhow::Result<Schedule> {
-    let own = Schedule::open(&args.model)?;
-    let usual = || Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#);
-    let schedule = own.map_or_else(usual, Ok)?;
-    Ok(match args.method {
-        None => schedule,
-        Some(MethodArg::Ddim) => schedule.with_method(Method::Ddim),
-        Some(MethodArg::Euler) => schedule.with_method(Method::Euler),
-    })
-}
-
-/// Encodes samples from -1 to 1 as pictures side by side.
-fn png_of(samples: &[f32], shape: UnetShape, channels: usize) -> anyhow::Result<Vec<u8>> {
-    let color = match channels {
-        1 => png::ColorType::Grayscale,
-        3 => png::ColorType::Rgb,
-        _ => bail!(
-            "expected a model with 1 or 3 channels, got {channels}\nhint: write the samples with --output, and decode \
-             them with the model's VAE"
-        ),
-    };
-    let UnetShape { batch, size: [height, width], .. } = shape;
-    let value = |picture: usize, channel: usize, y: usize, x: usize| {
-        let at = ((picture * channels + channel) * height + y) * width + x;
-        ((samples[at].clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8
-    };
-    let rows = (0..height).flat_map(|y| {
-        (0..batch).flat_map(move |picture| {
-            (0..width)
-                .flat_map(move |x| (0..channels).map(move |channel| value(picture, channel, y, x)))
-        })
-    });
-    let rows: Vec<u8> = rows.collect();
-    let mut bytes = Vec::new();
-    let mut encoder = png::Encoder::new(&mut bytes, (batch * width) as u32, height as u32);
-    encoder.set_color(color);
-    encoder.set_depth(png::BitDepth::Eight);
-    let mut writer = encoder.write_header()?;
-    writer.write_image_data(&rows)?;
-    writer.finish()?;
-    Ok(bytes)
-}
-
 fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
     let file = args.trace.as_deref().map(OutFile::new).transpose()?;
     let device = args.load.device.open()?;
@@ -514,11 +345,17 @@ fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns the config of a folder, or without one that of a shape.
+fn config_of(folder: Option<&PathBuf>, shape: &str) -> anyhow::Result<UnetConfig> {
+    Ok(match folder {
+        Some(folder) => UnetWeights::open(folder).map_err(LoadError::Folder)?.config().clone(),
+        None => UnetModel::shape(shape)?,
+    })
+}
+
 fn plan(args: &PlanArgs) -> anyhow::Result<()> {
-    let config = match (&args.of.model, &args.of.shape) {
-        (Some(model), _) => UnetWeights::open(model)?.config().clone(),
-        (None, shape) => UnetModel::shape(shape.as_deref().unwrap_or_default())?,
-    };
+    let FrameArgs { model, shape, .. } = &args.of;
+    let config = config_of(model.as_ref(), shape.as_deref().unwrap_or_default())?;
     let shape = args.of.size.shape(&config, args.of.batch.into());
     let plan = UnetPlan::new(&config, shape.batch, shape.size, shape.tokens)?;
     let each = args.of.dtype.bytes();

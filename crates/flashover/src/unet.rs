@@ -3,6 +3,7 @@
 //! [`UnetModel::load`] reads a folder, [`UnetModel::frames`] fixes a shape, and [`Frames::frame`] computes a frame. The kernels of a
 //! frame are captured once and replayed.
 
+use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 
@@ -279,9 +280,10 @@ impl UnetModel {
     }
 }
 
-/// Inputs of frames to measure: the same numbers for each.
+/// Inputs of frames to measure: the same numbers for each, at timesteps that count down.
 struct Bench {
     plan: UnetPlan,
+    timestep: Cell<f32>,
     samples: Vec<f32>,
     text: Option<Vec<f32>>,
     classes: Option<Vec<f32>>,
@@ -298,6 +300,7 @@ impl Bench {
         let text_time = config.text_time;
         Ok(Self {
             plan: UnetPlan::new(config, batch, size, tokens)?,
+            timestep: Cell::new(999.0),
             samples: numbers(batch * config.in_channels * size[0] * size[1]),
             text: config.cross.map(|width| numbers(batch * tokens * width)),
             classes: config.classes.map(|_| vec![0.0]),
@@ -306,9 +309,9 @@ impl Bench {
         })
     }
 
-    fn condition(&self) -> Condition<'_> {
+    fn condition<'a>(&'a self, timestep: &'a [f32]) -> Condition<'a> {
         Condition {
-            timesteps: &[500.0],
+            timesteps: timestep,
             text: self.text.as_deref(),
             classes: self.classes.as_deref(),
             pooled_text: self.pooled.as_deref(),
@@ -316,12 +319,18 @@ impl Bench {
         }
     }
 
+    fn next(&self) -> f32 {
+        let now = self.timestep.get();
+        self.timestep.set(if now > 0.0 { now - 1.0 } else { 999.0 });
+        now
+    }
+
     fn refresh(&self, frames: &mut Frames) -> Result<(), Error> {
-        frames.refresh(&self.samples, &self.condition())
+        frames.refresh(&self.samples, &self.condition(&[self.next()]))
     }
 
     fn frame(&self, frames: &mut Frames) -> Result<Vec<f32>, Error> {
-        frames.frame(&self.samples, &self.condition())
+        frames.frame(&self.samples, &self.condition(&[self.next()]))
     }
 }
 
@@ -329,7 +338,8 @@ impl Bench {
 /// step with its index. Returns samples `[batch, channels, height, width]`.
 ///
 /// # Errors
-/// The errors of [`Frames::frame`]; those of `seen`, which stop the sampling.
+/// [`Error::SampleChannels`] for a model whose result is not a sample; the errors of [`Frames::frame`]; those of `seen`, which stop
+/// the sampling.
 pub fn sample<E: From<Error>>(
     frames: &mut Frames,
     steps: &Steps,
@@ -338,16 +348,16 @@ pub fn sample<E: From<Error>>(
     mut seen: impl FnMut(usize) -> Result<(), E>,
 ) -> Result<Vec<f32>, E> {
     let (config, UnetShape { batch, size, .. }) = (frames.unet().config(), frames.shape());
+    let (own, out) = (config.in_channels, config.out_channels);
+    if own != out {
+        return Err(Error::SampleChannels { own, out }.into());
+    }
     let mut sample = steps.noise(batch * config.in_channels * size[0] * size[1], seed);
     for (at, timestep) in steps.timesteps().iter().enumerate() {
         let factor = steps.input_factor(at) as f32;
         let input: Vec<f32> = sample.iter().map(|x| x * factor).collect();
         let timesteps = &[*timestep as f32];
         let result = frames.frame(&input, &Condition { timesteps, ..*condition })?;
-        if result.len() != sample.len() {
-            let (have, need) = (result.len(), sample.len());
-            return Err(Error::UnetInput { what: "values of a result", have, need }.into());
-        }
         steps.step(at, &result, &mut sample);
         seen(at)?;
     }

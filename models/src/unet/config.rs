@@ -10,6 +10,10 @@ use crate::Error;
 use crate::fields::{self, Fields};
 
 const FILE: &str = "config.json";
+/// Most features of a layer, pixels of a side, and layers with their transformer blocks.
+const WIDEST: usize = 1 << 20;
+const LARGEST: usize = 1 << 16;
+const MOST_LAYERS: usize = 10_000;
 
 /// Everything that a U-Net computes.
 #[derive(Debug, Clone, PartialEq)]
@@ -201,12 +205,19 @@ impl Reader<'_> {
             fields.only(field, &[neutral])?;
         }
         let usual = if *conditional { &TEXT } else { &PLAIN };
-        let channels = self.sizes("block_out_channels")?.unwrap_or(usual.channels.to_vec());
+        let channels = self.sizes("block_out_channels", WIDEST)?.unwrap_or(usual.channels.to_vec());
         let levels = channels.len();
-        let layers = self.each("layers_per_block", levels)?.unwrap_or_else(|| vec![2; levels]);
+        let layers =
+            self.each("layers_per_block", levels, MOST_LAYERS)?.unwrap_or_else(|| vec![2; levels]);
         let heads = self.heads(&channels)?;
-        let depths = self.each("transformer_layers_per_block", levels)?;
+        let depths = self.each("transformer_layers_per_block", levels, MOST_LAYERS)?;
         let depths = depths.unwrap_or_else(|| vec![1; levels]);
+        if layers.iter().zip(&depths).map(|(layers, depth)| layers * depth).sum::<usize>()
+            > MOST_LAYERS
+        {
+            let expected = format!("at most {MOST_LAYERS} layers and transformer blocks in all");
+            return Err(fields.malformed("layers_per_block", &expected));
+        }
         let down_types = self.types("down_block_types", levels, &usual.down)?;
         let up_types = self.types("up_block_types", levels, &usual.up)?;
         let padding = match fields.optional("downsample_padding", "0 or 1", Value::as_u64)? {
@@ -255,14 +266,18 @@ impl Reader<'_> {
             cosines_first: fields.flag("flip_sin_to_cos")?.unwrap_or(true),
             shift: fields.optional("freq_shift", "a number", Value::as_f64)?.unwrap_or(0.0),
         };
-        let time = Time {
-            channels: base,
-            hidden: fields.optional_size("time_embedding_dim")?.unwrap_or(4 * base),
-            waves,
-        };
         if base % 2 != 0 {
             return Err(fields.malformed("block_out_channels", "an even number of channels first"));
         }
+        if waves.shift >= (base / 2) as f64 {
+            let expected = format!("a number below {}, half the channels of a timestep", base / 2);
+            return Err(fields.malformed("freq_shift", &expected));
+        }
+        let time = Time {
+            channels: base,
+            hidden: fields.optional_count("time_embedding_dim", WIDEST)?.unwrap_or(4 * base),
+            waves,
+        };
         let scale_shift = match fields.text("resnet_time_scale_shift")? {
             None | Some("default") => false,
             Some("scale_shift") => true,
@@ -276,8 +291,8 @@ impl Reader<'_> {
         let activation = self.activation()?;
         let config = UnetConfig {
             sample_size: self.sample_size()?,
-            in_channels: fields.optional_size("in_channels")?.unwrap_or(usual.samples),
-            out_channels: fields.optional_size("out_channels")?.unwrap_or(usual.samples),
+            in_channels: fields.optional_count("in_channels", WIDEST)?.unwrap_or(usual.samples),
+            out_channels: fields.optional_count("out_channels", WIDEST)?.unwrap_or(usual.samples),
             center_input: fields.flag("center_input_sample")?.unwrap_or(false),
             taps: [self.taps("conv_in_kernel")?, self.taps("conv_out_kernel")?],
             time,
@@ -311,25 +326,37 @@ impl Reader<'_> {
                 self.fields.divides(channels, (heads_field, heads))?;
             }
         }
+        let inner = ("block_out_channels", config.down.last().map_or(0, |level| level.channels));
+        if let Some(groups) = config.middle.as_ref().and_then(|middle| middle.attention_groups) {
+            self.fields.divides(inner, ("attn_norm_num_groups", groups))?;
+        }
+        if let Some(Middle { attention: Some(attention), .. }) = &config.middle {
+            let (Attention::Pixels { heads } | Attention::Text { heads, .. }) = attention;
+            self.fields.divides(inner, (heads_field, *heads))?;
+        }
         Ok(())
     }
 
-    /// Reads a list of sizes.
-    fn sizes(&self, field: &str) -> Result<Option<Vec<usize>>, Error> {
+    /// Reads a list of sizes from 1 to `most`.
+    fn sizes(&self, field: &str, most: usize) -> Result<Option<Vec<usize>>, Error> {
         let Some(list) = self.fields.list(field)? else { return Ok(None) };
-        let size = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|size| *size > 0);
+        let within = |size: &usize| (1..=most).contains(size);
+        let size = |value: &Value| usize::try_from(value.as_u64()?).ok().filter(within);
         let sizes: Option<Vec<usize>> = list.iter().map(size).collect();
         match sizes.filter(|sizes| !sizes.is_empty() && sizes.len() <= 16) {
             Some(sizes) => Ok(Some(sizes)),
-            None => Err(self.fields.malformed(field, "a list of 1 to 16 numbers above 0")),
+            None => {
+                let expected = format!("a list of 1 to 16 integers from 1 to {most}");
+                Err(self.fields.malformed(field, &expected))
+            }
         }
     }
 
-    /// Reads one size, or one for each level.
-    fn each(&self, field: &str, levels: usize) -> Result<Option<Vec<usize>>, Error> {
+    /// Reads one size from 1 to `most`, or one for each level.
+    fn each(&self, field: &str, levels: usize, most: usize) -> Result<Option<Vec<usize>>, Error> {
         let sizes = match self.fields.value(field) {
-            Some(Value::Array(_)) => self.sizes(field)?,
-            _ => self.fields.optional_size(field)?.map(|size| vec![size; levels]),
+            Some(Value::Array(_)) => self.sizes(field, most)?,
+            _ => self.fields.optional_count(field, most)?.map(|size| vec![size; levels]),
         };
         match sizes {
             Some(sizes) if sizes.len() != levels => {
@@ -348,7 +375,7 @@ impl Reader<'_> {
         let field = "attention_head_dim";
         let own = match self.fields.absent(field) {
             true => Some(vec![8; channels.len()]),
-            false => self.each(field, channels.len())?,
+            false => self.each(field, channels.len(), WIDEST)?,
         };
         Ok(match own {
             None => vec![1; channels.len()],
@@ -411,7 +438,7 @@ impl Reader<'_> {
             }
             Some(_) => return Err(fields.unsupported(field, &format!("\"{usual}\", null"))),
         };
-        let divisor = fields.optional_positive("mid_block_scale_factor")?.unwrap_or(1.0);
+        let divisor = fields.optional_eps("mid_block_scale_factor")?.unwrap_or(1.0);
         let attention_groups = own_groups.or((!scale_shift).then_some(groups));
         Ok(Some(Middle { attention, attention_groups, divisor: divisor as f32 }))
     }
@@ -419,7 +446,7 @@ impl Reader<'_> {
     fn classes(&self) -> Result<Option<Classes>, Error> {
         let fields = &self.fields;
         match fields.text("class_embed_type")? {
-            None => Ok(fields.optional_size("num_class_embeds")?.map(Classes::Table)),
+            None => Ok(fields.optional_count("num_class_embeds", 1 << 24)?.map(Classes::Table)),
             Some("timestep") => Ok(Some(Classes::Timestep)),
             Some(_) => Err(fields.unsupported("class_embed_type", "\"timestep\", null")),
         }
@@ -429,8 +456,12 @@ impl Reader<'_> {
         if !self.conditional || self.fields.value("addition_embed_type").is_none() {
             return Ok(None);
         }
-        let channels = self.fields.size("addition_time_embed_dim")?;
-        let width = self.fields.size("projection_class_embeddings_input_dim")?;
+        let needed = |field| -> Result<usize, Error> {
+            let own = self.fields.optional_count(field, WIDEST)?;
+            own.ok_or_else(|| self.fields.missing(field))
+        };
+        let channels = needed("addition_time_embed_dim")?;
+        let width = needed("projection_class_embeddings_input_dim")?;
         if channels % 2 != 0 || width <= 6 * channels {
             let expected = "more features than the waves of six sizes, which are even";
             return Err(self.fields.malformed("projection_class_embeddings_input_dim", expected));
@@ -439,7 +470,8 @@ impl Reader<'_> {
     }
 
     fn cross_width(&self, levels: usize) -> Result<usize, Error> {
-        let widths = self.each("cross_attention_dim", levels)?.unwrap_or_else(|| vec![1280]);
+        let widths =
+            self.each("cross_attention_dim", levels, WIDEST)?.unwrap_or_else(|| vec![1280]);
         match widths.iter().all(|width| *width == widths[0]) {
             true => Ok(widths[0]),
             false => {
@@ -459,11 +491,11 @@ impl Reader<'_> {
     fn sample_size(&self) -> Result<Option<[usize; 2]>, Error> {
         let field = "sample_size";
         Ok(match self.fields.value(field) {
-            Some(Value::Array(_)) => match self.sizes(field)?.as_deref() {
+            Some(Value::Array(_)) => match self.sizes(field, LARGEST)?.as_deref() {
                 Some(&[height, width]) => Some([height, width]),
                 _ => return Err(self.fields.malformed(field, "height and width")),
             },
-            _ => self.fields.optional_size(field)?.map(|size| [size, size]),
+            _ => self.fields.optional_count(field, LARGEST)?.map(|size| [size, size]),
         })
     }
 

@@ -102,13 +102,15 @@ impl Frames {
     /// Allocates the inputs of frames.
     ///
     /// # Errors
-    /// [`Error::SampleSize`] for a size that the levels do not divide; [`Error::UnetInput`] for an empty batch, or a text that the
-    /// model needs or does not read.
+    /// The errors of [`UnetPlan::new`]; [`Error::NoInput`] and [`Error::Unread`] for a text of no tokens that the model reads, or of
+    /// some that it does not.
     pub fn new(unet: &Unet, shape: UnetShape) -> Result<Self, Error> {
         let (config, UnetShape { batch, size, tokens }) = (unet.config(), shape);
         let plan = UnetPlan::new(config, batch, size, tokens)?;
-        if (tokens > 0) != config.cross.is_some() {
-            return Err(input("tokens of text", tokens, usize::from(config.cross.is_some())));
+        match config.cross {
+            Some(_) if tokens == 0 => return Err(Error::NoInput("a text")),
+            None if tokens > 0 => return Err(Error::Unread("a text")),
+            _ => {}
         }
         let _stream_guard = ops::stream_guard();
         let made = |rows: usize, columns: usize, dtype: DType| {
@@ -157,7 +159,8 @@ impl Frames {
     /// before does not see them.
     ///
     /// # Errors
-    /// [`Error::UnetInput`] for the wrong number of values, or an input that the model needs or does not read.
+    /// [`Error::UnetInput`] for the wrong number of values; [`Error::NoInput`] and [`Error::Unread`] for an input that the model reads
+    /// and is missing, or does not read; [`Error::Class`].
     pub fn refresh(&mut self, samples: &[f32], condition: &Condition<'_>) -> Result<(), Error> {
         let (config, batch) = (&self.unet.config, self.shape.batch);
         let (inputs, channels) = (&mut self.inputs, config.in_channels);
@@ -193,7 +196,7 @@ impl Frames {
                 };
                 buffer.set(&values)?;
             }
-            (buffer, given) => return Err(unread("classes", buffer.is_some(), given)),
+            (buffer, _) => return Err(unread("classes", buffer.is_some())),
         }
         match (&mut inputs.text, condition.text) {
             (None, None) => {}
@@ -201,7 +204,7 @@ impl Frames {
                 expect("text features", text.len(), buffer.len())?;
                 buffer.set(text)?;
             }
-            (buffer, given) => return Err(unread("text features", buffer.is_some(), given)),
+            (buffer, _) => return Err(unread("text features", buffer.is_some())),
         }
         match (&mut inputs.text_time, condition.pooled_text, condition.sizes) {
             (None, None, None) => Ok(()),
@@ -217,9 +220,7 @@ impl Frames {
                 });
                 buffer.set(&rows.collect::<Vec<_>>())
             }
-            (buffer, pooled, sizes) => {
-                Err(unread("pooled text and sizes", buffer.is_some(), pooled.or(sizes)))
-            }
+            (buffer, _, _) => Err(unread("pooled text features and sizes", buffer.is_some())),
         }
     }
 
@@ -297,12 +298,16 @@ impl Frames {
     /// Computes a frame and returns its result, `[batch, channels, height, width]`.
     ///
     /// # Errors
-    /// The errors of [`Frames::refresh`] and [`Frames::run`].
+    /// The errors of [`Frames::refresh`] and [`Frames::run`]; [`Error::NotFiniteResult`].
     pub fn frame(&mut self, samples: &[f32], condition: &Condition<'_>) -> Result<Vec<f32>, Error> {
         let _stream_guard = ops::stream_guard();
         self.refresh(samples, condition)?;
         let rows = self.run()?;
-        self.values(rows)
+        let values = self.values(rows)?;
+        match values.iter().all(|value| value.is_finite()) {
+            true => Ok(values),
+            false => Err(Error::NotFiniteResult),
+        }
     }
 
     /// Reads the result of a frame, `[batch, channels, height, width]`.
@@ -355,17 +360,13 @@ fn read(result: &Result<Tensor<2>, Error>) -> Result<Tensor<2>, Error> {
     }
 }
 
-const fn input(what: &'static str, have: usize, need: usize) -> Error {
-    Error::UnetInput { what, have, need }
-}
-
 fn expect(what: &'static str, have: usize, need: usize) -> Result<(), Error> {
-    if have == need { Ok(()) } else { Err(input(what, have, need)) }
+    if have == need { Ok(()) } else { Err(Error::UnetInput { what, have, need }) }
 }
 
 /// Returns the error for an input that is missing, or that the model does not read.
-fn unread(what: &'static str, needed: bool, given: Option<&[f32]>) -> Error {
-    input(what, given.map_or(0, <[f32]>::len), usize::from(needed))
+const fn unread(what: &'static str, read: bool) -> Error {
+    if read { Error::NoInput(what) } else { Error::Unread(what) }
 }
 
 /// Reorders `[batch, channels, pixels]` to `[batch, pixels, channels]`.

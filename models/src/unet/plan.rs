@@ -24,7 +24,7 @@ pub struct LayerPlan {
     pub flops: u128,
     /// Values of the largest set of activations that live at once.
     pub peak: u128,
-    /// Launches, without those that add parts of sums.
+    /// Kernel launches, without split-k reductions.
     pub launches: usize,
 }
 
@@ -43,7 +43,8 @@ impl UnetPlan {
     /// Counts a forward pass of `batch` samples of `size`, with a text of `tokens`.
     ///
     /// # Errors
-    /// [`Error::SampleSize`] for a size that the levels do not divide; [`Error::UnetInput`] for an empty batch.
+    /// [`Error::SampleSize`] for a size that the levels do not divide; [`Error::FrameSize`] for a frame without samples, or with more
+    /// pixels or tokens than 32 bits count.
     pub fn new(
         config: &UnetConfig,
         batch: usize,
@@ -51,8 +52,15 @@ impl UnetPlan {
         tokens: usize,
     ) -> Result<Self, Error> {
         config.check_size(size)?;
-        if batch == 0 {
-            return Err(Error::UnetInput { what: "samples", have: 0, need: 1 });
+        let each = |sizes: &[usize]| {
+            sizes.iter().fold(batch as u64, |all, size| all.saturating_mul(*size as u64))
+        };
+        for (what, have) in
+            [("samples", each(&[])), ("pixels", each(&size)), ("tokens", each(&[tokens.max(1)]))]
+        {
+            if !(1..=u64::from(u32::MAX)).contains(&have) {
+                return Err(Error::FrameSize { what, have });
+            }
         }
         let modules = Modules::build(config, &mut |part: &Part| Ok(part.parameters() as u128))?;
         let machine = Counter { batch, state: Rc::default() };
@@ -99,7 +107,7 @@ impl UnetPlan {
         self.results.iter().map(bytes).collect()
     }
 
-    /// Launches, without those that add parts of sums.
+    /// Kernel launches, without split-k reductions.
     pub fn launches(&self) -> usize {
         self.layers.iter().map(|layer| layer.launches).sum()
     }

@@ -116,11 +116,14 @@ impl Schedule {
         ] {
             fields.only(field, &[neutral])?;
         }
-        let count = fields.optional_size("num_train_timesteps")?.unwrap_or(1000);
-        let number = |field: &str, usual: f64| -> Result<f64, Error> {
-            Ok(fields.optional_positive(field)?.unwrap_or(usual))
+        let count = fields.optional_count("num_train_timesteps", 100_000)?.unwrap_or(1000);
+        let beta = |field: &str, usual: f64| -> Result<f64, Error> {
+            let own = fields.optional(field, "a number between 0 and 1", |value| {
+                value.as_f64().filter(|beta| *beta > 0.0 && *beta < 1.0)
+            })?;
+            Ok(own.unwrap_or(usual))
         };
-        let (from, to) = (number("beta_start", 1e-4)?, number("beta_end", 0.02)?);
+        let (from, to) = (beta("beta_start", 1e-4)?, beta("beta_end", 0.02)?);
         let line = |from: f64, to: f64| {
             let last = (count.max(2) - 1) as f64;
             (0..count).map(move |i| from + (to - from) * i as f64 / last)
@@ -167,10 +170,11 @@ impl Schedule {
             }
         };
         let clips = fields.flag("clip_sample")?.unwrap_or(true);
-        let clip = clips.then_some(number("clip_sample_range", 1.0)?);
+        let range = fields.optional_positive("clip_sample_range")?.unwrap_or(1.0);
+        let clip = clips.then_some(range);
         let to_one = fields.flag("set_alpha_to_one")?.unwrap_or(true);
-        let offset = fields.optional("steps_offset", "a number of at least 0", |value| {
-            usize::try_from(value.as_u64()?).ok()
+        let offset = fields.optional("steps_offset", "an integer from 0 to 100000", |value| {
+            usize::try_from(value.as_u64()?).ok().filter(|offset| *offset <= 100_000)
         })?;
         let last = if to_one { 1.0 } else { products[0] };
         let offset = offset.unwrap_or(0);
@@ -191,12 +195,11 @@ impl Schedule {
     /// Returns `count` steps.
     ///
     /// # Errors
-    /// [`Error::UnetInput`] for no steps, or more than the training had.
+    /// [`Error::Steps`] for no steps, or more than the training had; [`Error::Timestep`].
     pub fn steps(&self, count: usize) -> Result<Steps, Error> {
         let all = self.products.len();
         if count == 0 || count > all {
-            let need = if count == 0 { 1 } else { all };
-            return Err(Error::UnetInput { what: "steps", have: count, need });
+            return Err(Error::Steps { have: count, most: all });
         }
         let rounds = |timestep: f64| match self.method {
             Method::Ddim => timestep.round_ties_even(),
@@ -219,8 +222,7 @@ impl Schedule {
         };
         timesteps.reverse();
         if let Some(far) = timesteps.iter().find(|timestep| **timestep > last) {
-            let what = "as the last timestep";
-            return Err(Error::UnetInput { what, have: *far as usize, need: all - 1 });
+            return Err(Error::Timestep { have: *far as usize, last: all - 1 });
         }
         Ok(Steps { schedule: self.clone(), timesteps })
     }

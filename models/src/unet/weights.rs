@@ -119,13 +119,20 @@ impl UnetWeights {
             }
             let own = rounded_bytes(&values, dtype);
             if !finite(&own, dtype) {
-                let tensor = stored.names[0].clone();
+                let tensor = self.name(stored).to_owned();
                 let dtype = burn::tensor::DType::from(dtype).name();
-                return Err(Error::NotFinite { tensor, dtype });
+                let stored = values.iter().any(|value| !value.is_finite());
+                return Err(Error::NotFinite { tensor, dtype, stored });
             }
             bytes.extend(own);
         }
         Ok(bytes)
+    }
+
+    /// Returns the name that a tensor has in the checkpoint.
+    fn name<'a>(&self, stored: &'a Stored) -> &'a str {
+        let own = stored.names.iter().find(|name| self.checkpoint.contains(name));
+        own.unwrap_or(&stored.names[0])
     }
 
     /// Returns the values of a tensor, with those that are added to it.
@@ -137,8 +144,7 @@ impl UnetWeights {
             self.checkpoint.release(name);
             Ok(values)
         };
-        let own = stored.names.iter().find(|name| self.checkpoint.contains(name));
-        let mut values = read(own.unwrap_or(&stored.names[0]))?;
+        let mut values = read(self.name(stored))?;
         if let Some(added) = &stored.added {
             values.iter_mut().zip(read(added)?).for_each(|(value, more)| *value += more);
         }

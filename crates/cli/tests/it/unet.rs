@@ -4,6 +4,7 @@ use std::path::Path;
 
 use flashover::host::HostTensor;
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 
 use crate::{fixture, flashover, write};
 
@@ -43,7 +44,13 @@ fn a_frame_of_a_folder_is_that_of_diffusers() {
     let dir = tempfile::tempdir().expect("temporary folder");
     let (input, output) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
     let (sample, timestep) = (golden("plain", "sample"), golden("plain", "timestep"));
-    write(&input, &[("sample", &sample), ("timestep", &timestep)]);
+    // Torch counts timesteps in 64 bits.
+    let steps = timestep.to_f32().expect("f32").into_iter().flat_map(|t| (t as i64).to_le_bytes());
+    let steps: Vec<u8> = steps.collect();
+    let steps = TensorView::new(Dtype::I64, vec![2], &steps).expect("as many values");
+    let view = TensorView::new(Dtype::F32, sample.shape().to_vec(), sample.bytes()).expect("f32");
+    let file = safetensors::serialize([("sample", view), ("timestep", steps)], None);
+    std::fs::write(&input, file.expect("valid")).expect("written");
     let folder = fixture("unet").join("plain");
     let result = run(&folder, &input, &output).expect("valid");
     let want = golden("plain", "f32").to_f32().expect("f32");
@@ -62,6 +69,66 @@ fn a_frame_of_a_folder_is_that_of_diffusers() {
     );
     let error = run(&input, &input, &output).expect_err("refused");
     assert!(error.contains("\nhint: "), "{error}");
+    let nan = HostTensor::from_f32(&[2, 3, 6, 8], &[f32::NAN; 288]).expect("as many values");
+    let pair = HostTensor::from_f32(&[3], &[1.0; 3]).expect("as many values");
+    let classes = HostTensor::from_f32(&[2], &[1.0; 2]).expect("as many values");
+    for (tensors, want) in [
+        (
+            vec![("sample", &nan), ("timestep", &timestep)],
+            "`sample` has values that are infinite or NaN",
+        ),
+        (vec![("sample", &sample), ("timestep", &pair)], "expected timestep of shape [2], got [3]"),
+        (
+            vec![("sample", &sample), ("timestep", &timestep), ("classes", &classes)],
+            "the model does not read `classes`",
+        ),
+        (
+            vec![("sample", &pair), ("timestep", &timestep)],
+            "expected a sample of shape [batch, 3, ",
+        ),
+    ] {
+        write(&input, &tensors);
+        let error = run(&folder, &input, &output).expect_err("refused");
+        assert!(error.contains(want) && error.contains("\nhint: "), "{error}");
+    }
+}
+
+#[test]
+fn outputs_replace_nothing_that_is_read() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).expect("created");
+    for name in ["config.json", "diffusion_pytorch_model.safetensors"] {
+        std::fs::copy(fixture("unet").join("plain").join(name), model.join(name)).expect("copied");
+    }
+    let path = |name: &str| dir.path().join(name).to_str().expect("UTF-8").to_owned();
+    let weights = path("model/diffusion_pytorch_model.safetensors");
+    let (model, one) = (path("model"), path("one"));
+    let refused = |args: &[&str], want: &str| {
+        let run = ["unet", "run", "--backend", "cpu", "--model", &model];
+        let done = flashover(&[&run[..], args].concat());
+        let error = text(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{error}");
+        assert!(error.contains(want) && error.contains("hint: "), "{error}");
+    };
+    let steps = ["--steps", "1", "--output"];
+    refused(&[&steps[..], &[&weights]].concat(), "which is read");
+    refused(&[&steps[..], &[&one, "--picture", &one]].concat(), "are the same file");
+    refused(&["--steps", "0", "--output", &one], "expected 1 to 1000 steps, got 0");
+    let sample = golden("plain", "sample");
+    let input = path("in.safetensors");
+    write(Path::new(&input), &[("sample", &sample)]);
+    let given = ["--input", &input, "--output", &one];
+    refused(&[&given[..], &["--steps", "1"]].concat(), "sampling does not read `sample`");
+    refused(&[&given[..], &["--size", "8"]].concat(), "--steps");
+    let text_model = fixture("unet").join("text");
+    let args = ["unet", "run", "--backend", "cpu", "--steps", "1", "--picture", &one, "--model"];
+    let done = flashover(&[&args[..], &[text_model.to_str().expect("UTF-8")]].concat());
+    let error = text(&done.stderr);
+    assert!(
+        error.contains("expected a model with 1 or 3 channels for --picture, got 4"),
+        "{error}"
+    );
 }
 
 #[test]
