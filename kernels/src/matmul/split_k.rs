@@ -6,6 +6,9 @@
 //! For a GLU, P has the columns of both matrices, and each result needs two sums.
 //!
 //! Cost: reads every partial sum once, 4 bytes per split and result.
+//!
+//! Tried for convolutions, in place of this launch: the cube that finishes a block last adds its splits. A frame of Stable Diffusion
+//! 1.5 has 46 launches fewer and takes 3% longer, one of unet-880m 8%: one processor reads what here all of them read.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;

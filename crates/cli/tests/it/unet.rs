@@ -134,24 +134,19 @@ fn outputs_replace_nothing_that_is_read() {
 #[test]
 fn pictures_are_sampled_from_noise() {
     let dir = tempfile::tempdir().expect("temporary folder");
-    let picture = |seed: &str, method: &str| {
-        let path = dir.path().join("picture.png");
-        let model = fixture("unet").join("plain");
-        let args = ["unet", "run", "--backend", "cpu", "--steps", "2", "--seed", seed, "-b", "2"];
-        let paths =
-            ["--model", model.to_str().expect("UTF-8"), "--picture", path.to_str().expect("UTF-8")];
-        let done = flashover(&[&args[..], &["--method", method], &paths].concat());
-        assert!(done.status.success(), "{}", text(&done.stderr));
-        let file = std::fs::File::open(&path).expect("written");
-        let mut reader = png::Decoder::new(std::io::BufReader::new(file)).read_info().expect("PNG");
-        let mut pixels = vec![0; reader.output_buffer_size().expect("small")];
-        let info = reader.next_frame(&mut pixels).expect("PNG");
-        assert_eq!((info.width, info.height), (2 * 8, 6));
-        pixels
-    };
-    let first = picture("1", "ddim");
-    assert_eq!(first, picture("1", "ddim"));
-    assert!(first != picture("2", "ddim") && first != picture("1", "euler"));
+    let path = dir.path().join("picture.png");
+    let model = fixture("unet").join("plain");
+    let args = ["unet", "run", "--backend", "cpu", "--steps", "2", "--method", "euler", "-b", "2"];
+    let paths =
+        ["--model", model.to_str().expect("UTF-8"), "--picture", path.to_str().expect("UTF-8")];
+    let done = flashover(&[&args[..], &paths].concat());
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    let file = std::fs::File::open(&path).expect("written");
+    let mut reader = png::Decoder::new(std::io::BufReader::new(file)).read_info().expect("PNG");
+    let mut pixels = vec![0; reader.output_buffer_size().expect("small")];
+    let info = reader.next_frame(&mut pixels).expect("PNG");
+    assert_eq!((info.width, info.height), (2 * 8, 6));
+    assert!(pixels.iter().any(|value| *value != pixels[0]));
 }
 
 #[test]

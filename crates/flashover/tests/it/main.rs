@@ -6,6 +6,7 @@ mod engine;
 mod examples;
 mod fuzz;
 mod train;
+mod unet;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
