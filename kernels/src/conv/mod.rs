@@ -63,7 +63,7 @@ impl Kernel for Conv {
     type Operands = ConvOperands;
 
     const NAME: &'static str = "conv";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
 
     fn bucket(problem: &ConvProblem) -> String {
         let groups = if problem.groups > 1 { " groups" } else { "" };
