@@ -2,6 +2,7 @@
 
 mod memory;
 mod models;
+mod unets;
 
 use std::path::Path;
 use std::str::FromStr;
@@ -65,6 +66,7 @@ pub(crate) fn verify(
     jobs.extend(memory::jobs(&device, exhaust));
     if let Some(fixtures) = fixtures {
         jobs.extend(models::jobs(device.profile(), fixtures)?);
+        jobs.extend(unets::jobs(device.profile(), fixtures)?);
     }
     if let Some(filter) = filter {
         jobs.retain(|job| job.matches(filter));
