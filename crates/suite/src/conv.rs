@@ -6,13 +6,15 @@ use kernels::conv::{Conv, ConvConfig, ConvOperands, ConvProblem};
 use kernels::matmul::{
     Activation, Constant, Epilogue, EpilogueBuffers, Matmul, Precision, Reading,
 };
-use reference::{Distribution, fill};
+use reference::{Comparison, Distribution, fill};
 use serde_json::{Value, json};
 use tune::timing::{self, Effort, TimingError};
 use tune::{Kernel, Queue};
 
 use crate::case::{BenchCase, InstanceCase, Scale, Suite};
-use crate::check::{CheckError, Verdict, fnv1a, launch_twice, padded, read, unwritten, weights};
+use crate::check::{
+    CheckError, Verdict, fnv1a, give_back, launch_twice, padded, read, unwritten, weights, window,
+};
 use crate::kernel::{KernelSuite, Params, Peers, params};
 use crate::matmul::{all_parts, reference_activation, reference_dtype};
 use crate::peers;
@@ -93,8 +95,17 @@ impl KernelSuite for Conv {
         &case.problem
     }
 
-    /// Images of one pixel, filters larger than the image, padding beyond the filter, odd channels, steps, groups, two inputs.
-    fn edge_cases(precision: Precision, _backend: Backend) -> Vec<EdgeCase> {
+    fn case_params(case: &EdgeCase) -> Params {
+        let mut params = Self::params(&case.problem);
+        if is_far(&case.problem) {
+            params.insert("extent".to_owned(), extent(&case.problem).into());
+        }
+        params
+    }
+
+    /// Images of one pixel, filters larger than the image, padding beyond the filter, odd channels, steps, groups, two inputs, and
+    /// more elements than 31 bits count.
+    fn edge_cases(precision: Precision, backend: Backend) -> Vec<EdgeCase> {
         let plain = |batch, image, channels, taps| {
             ConvProblem::new(batch, image, channels, taps, precision)
         };
@@ -183,6 +194,14 @@ impl KernelSuite for Conv {
                 }
             }));
         }
+        if precision == Precision::F16 && backend == Backend::Cuda {
+            // 16400 x 2048 pixels: 64 channels of them are 2^31.
+            let wide = |channels| ConvProblem {
+                padding: [[0, 0], [1, 1]],
+                ..plain(1, [16_400, 2048], channels, [1, 3])
+            };
+            problems.extend([wide([64, 8]), wide([8, 64])]);
+        }
         cases(problems, 50_000)
     }
 
@@ -215,6 +234,9 @@ impl KernelSuite for Conv {
         config: &ConvConfig,
     ) -> Result<Verdict, CheckError> {
         let EdgeCase { problem: p, seed } = case;
+        if is_far(p) {
+            return check_far(device, p, *seed, config);
+        }
         let [x, second, filters, out] = p.lens().map(|len| len as usize);
         let (stored, result) = (reference_dtype(p.precision), result_dtype(p));
         let make =
@@ -412,6 +434,47 @@ impl KernelSuite for Conv {
 fn cases(problems: Vec<ConvProblem>, seed: u64) -> Vec<EdgeCase> {
     let checked = problems.into_iter().map(|problem| problem.checked().expect("a window fits"));
     (seed..).zip(checked).map(|(seed, problem)| EdgeCase { problem, seed }).collect()
+}
+
+/// Elements of the largest operand.
+fn extent(p: &ConvProblem) -> u64 {
+    p.lens().into_iter().max().unwrap_or(0)
+}
+
+fn is_far(p: &ConvProblem) -> bool {
+    extent(p) > 1 << 31
+}
+
+/// Checks the first and the last rows of an image of gigabytes; the filters have one row.
+fn check_far(
+    device: &Device,
+    p: &ConvProblem,
+    seed: u64,
+    config: &ConvConfig,
+) -> Result<Verdict, CheckError> {
+    const ROWS: u32 = 4;
+    let operands = Conv::operands(&Queue::Device(device), p, seed);
+    let scratch = Conv::scratch(device, p, config);
+    Conv::launch(&Queue::Device(device), p, config, &operands, scratch.as_ref());
+    let near = ConvProblem { image: [ROWS, p.image[1]], ..*p };
+    let [x, _, _, out] = near.lens().map(|len| len as usize);
+    let strip = |whole: &Handle, first: u32, len: usize, size: usize| {
+        let row = len / ROWS as usize * size;
+        window(whole, first as usize * row, len * size)
+    };
+    let check = |first: u32| {
+        let operands = ConvOperands {
+            x: strip(&operands.x, first, x, p.precision.storage().size()),
+            out: strip(&operands.out, first, out, p.out.size()),
+            ..operands.clone()
+        };
+        Conv::verify_operands(device, &near, &operands, seed)
+    };
+    let (first, last) = (check(0)?, check(p.image[0] - ROWS)?);
+    drop(operands);
+    give_back(device)?;
+    let comparison = Comparison::worst(vec![first.comparison, last.comparison]);
+    Ok(Verdict { comparison, digest: first.digest ^ last.digest.rotate_left(1) })
 }
 
 /// Contents of the operands.

@@ -143,7 +143,7 @@ fn bad_calls_exit_with_2_a_hint_and_no_file() {
         (to(&path("")), "is a folder"),
         (to(&path("absent/out")), " does not exist\nhint: create it"),
         (op("matmul", &input, "cpu", ""), "lhs and rhs with the same k"),
-        (op("matmul", &junk, "cpu", ""), "no safetensors file"),
+        (op("matmul", &junk, "cpu", ""), "not a safetensors file"),
         (op("matmul", "absent", "cpu", ""), "cannot read"),
         (op("matmul", &input, "tpu", ""), "unknown backend"),
         (op("fft", &input, "cpu", ""), "unknown op"),
