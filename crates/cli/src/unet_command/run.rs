@@ -204,9 +204,15 @@ impl Inputs {
             match self.0.get(*name).map(HostTensor::shape) {
                 // Of the sampler.
                 None if ["sample", "timestep"].contains(name) => {}
-                None => bail!(
-                    "the model reads `{name}`, which the input lacks\nhint: add {name} of shape {need:?}"
-                ),
+                None => {
+                    let shape = match *need.as_slice() {
+                        [batch, _, width] => format!("[{batch}, tokens, {width}]"),
+                        _ => format!("{need:?}"),
+                    };
+                    bail!(
+                        "the model reads `{name}`, which the input lacks\nhint: add {name} of shape {shape}"
+                    )
+                }
                 // One for all samples.
                 Some([] | [1]) if need.len() == 1 => {}
                 Some(have) if have != need => {
