@@ -4,9 +4,11 @@ mod memory;
 mod models;
 mod unets;
 
+use std::fs;
 use std::path::Path;
 use std::str::FromStr;
 
+use anyhow::Context;
 use record::{Check, Line};
 use suite::{Job, KERNELS};
 
@@ -119,6 +121,21 @@ pub(crate) fn verify(
         emit(&Line::Check(line))?;
     }
     Ok(good)
+}
+
+/// Returns the names of the folders in `of` that have `file`, in order.
+fn folders(of: &Path, file: &str) -> anyhow::Result<Vec<String>> {
+    let (shown, hint) = (of.display(), "hint: use the folder models/fixtures");
+    let mut names = Vec::new();
+    for entry in fs::read_dir(of).with_context(|| format!("cannot read {shown}\n{hint}"))? {
+        let entry = entry?;
+        if entry.path().join(file).is_file() {
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    names.sort();
+    anyhow::ensure!(!names.is_empty(), "no folder in {shown} has {file}\n{hint}");
+    Ok(names)
 }
 
 #[cfg(test)]

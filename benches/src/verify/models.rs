@@ -1,10 +1,8 @@
 //! Checks small models of every family against the reference, in every dtype that the device supports.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
-use anyhow::Context;
 use arch::{ArchProfile, Backend, DType, Device};
 use flashover::{Compute, Engine, EngineOptions, Policy};
 use models::{LoadOptions, Weights};
@@ -22,21 +20,7 @@ const APPROXIMATE: f64 = 2e-5;
 
 /// One check per folder in `fixtures` and dtype.
 pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Job>> {
-    let shown = fixtures.display();
-    let entries = fs::read_dir(fixtures)
-        .with_context(|| format!("cannot read {shown}\nhint: use the folder models/fixtures"))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry?;
-        if entry.path().join("config.json").is_file() {
-            names.push(entry.file_name().to_string_lossy().into_owned());
-        }
-    }
-    names.sort();
-    anyhow::ensure!(
-        !names.is_empty(),
-        "{shown} has no models\nhint: use the folder models/fixtures"
-    );
+    let names = super::folders(fixtures, "config.json")?;
     let dtypes = [
         (DType::F32, Compute::F32, reference::DType::F32),
         (DType::Tf32, Compute::Tf32, reference::DType::Tf32),

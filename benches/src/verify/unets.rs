@@ -4,11 +4,9 @@
 //! bits, also after frames of other inputs.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 use std::thread;
 
-use anyhow::Context;
 use arch::{ArchProfile, Backend, DType, Device};
 use checkpoint::Checkpoint;
 use flashover::unet::{Condition, Frames, UnetModel, UnetOptions, UnetShape};
@@ -17,30 +15,15 @@ use reference::Comparison;
 use serde_json::json;
 use suite::{CheckError, Job, Verdict};
 
-/// Tolerance of f32 relative to the largest value: on a host, and on a GPU with less accurate exponentials.
+/// Tolerance of f32 relative to the largest value.
 const EXACT: f64 = 3e-6;
-const APPROXIMATE: f64 = 2e-5;
 /// Error of 16-bit floats relative to that of torch.
 const OF_TORCH: f64 = 1.2;
 
 /// One check per folder in `fixtures/unet` and dtype.
 pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Job>> {
     let all = fixtures.join("unet");
-    let shown = all.display();
-    let entries = fs::read_dir(&all)
-        .with_context(|| format!("cannot read {shown}\nhint: use the folder models/fixtures"))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry?;
-        if entry.path().join("golden.safetensors").is_file() {
-            names.push(entry.file_name().to_string_lossy().into_owned());
-        }
-    }
-    names.sort();
-    anyhow::ensure!(
-        !names.is_empty(),
-        "{shown} has no U-Nets\nhint: use the folder models/fixtures"
-    );
+    let names = super::folders(&all, "golden.safetensors")?;
     let dtypes =
         [(DType::F32, Compute::F32), (DType::F16, Compute::F16), (DType::Bf16, Compute::Bf16)];
     let mut jobs = Vec::new();
@@ -140,21 +123,15 @@ fn check(device: &Device, folder: &Path, compute: Compute) -> Result<Verdict, Ch
     })??;
     same("a frame of another thread", elsewhere)?;
     let bytes: Vec<u8> = out.iter().flat_map(|value| value.to_le_bytes()).collect();
-    let comparison = compared(&golden, &out, compute, device.backend())?;
+    let comparison = compared(&golden, &out, compute)?;
     Ok(Verdict { comparison, digest: suite::fnv1a(&bytes) })
 }
 
 /// Compares with the result of diffusers in f32: the largest difference in f32, the root mean square in 16-bit floats.
-fn compared(
-    golden: &Golden,
-    out: &[f32],
-    compute: Compute,
-    backend: Backend,
-) -> Result<Comparison, CheckError> {
+fn compared(golden: &Golden, out: &[f32], compute: Compute) -> Result<Comparison, CheckError> {
     let want: Vec<f64> = golden.needed("f32")?.iter().map(|value| f64::from(*value)).collect();
     let largest = want.iter().fold(0f64, |top, value| top.max(value.abs()));
-    let of_host = if backend == Backend::Cpu { EXACT } else { APPROXIMATE };
-    let comparison = Comparison::within(out, &want, of_host * largest)?;
+    let comparison = Comparison::within(out, &want, EXACT * largest)?;
     let torch = match compute {
         Compute::F16 => golden.needed("f16")?,
         Compute::Bf16 => golden.needed("bf16")?,

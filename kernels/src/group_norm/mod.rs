@@ -268,7 +268,7 @@ impl Kernel for GroupNorm {
                 let units = u64::from(rows) * u64::from(groups) * per_group;
                 let units = u32::try_from(units).unwrap_or(u32::MAX);
                 iterations(arch, 3 * u64::from(span.div_ceil(rows) + 1) + u64::from(chunks) + 8)?;
-                limits(arch, units, units.saturating_mul(8))
+                limits(arch, units, units.saturating_mul(4))
             }
         }
     }

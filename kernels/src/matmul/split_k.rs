@@ -8,7 +8,8 @@
 //! Cost: reads every partial sum once, 4 bytes per split and result.
 //!
 //! Tried for convolutions, in place of this launch: the cube that finishes a block last adds its splits. A frame of Stable Diffusion
-//! 1.5 has 46 launches fewer and takes 3% longer, one of unet-880m 8%: one processor reads what here all of them read.
+//! 1.5 took 4.86 instead of 4.73 ms with 46 launches fewer, one of unet-880m 3.01 instead of 2.80 ms (H200 as RTX 4090, two calls).
+//! One processor reads what here all of them read.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;

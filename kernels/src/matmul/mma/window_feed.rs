@@ -10,17 +10,17 @@
 //!
 //! | version | batch 1 | batch 8 |
 //! |---|---|---|
-//! | the divisions of the next item are predicated, and issued for every tile | 0.66 to 0.88 | 0.74 to 0.97 |
+//! | the divisions of the next item are predicated, and issued for every tile | 0.75 to 0.88 | 0.74 to 0.97 |
 //! | one item for each cube: 216 instead of 466 instructions a tile of 64 HMMA | 0.97 to 1.10 | 0.95 to 1.13 |
 //!
-//! At batch 8, 0.53 to 0.66 of the ceiling of `mma.sync`. Tried there, and no faster: 128 x 160 x 32 by eight planes, 128 x 128 x 64
-//! by four. CUTLASS reaches 1.08 to 1.27 times our speed above 8 x 8 pixels, with two cubes of 96 KiB on a processor; an RTX card
-//! holds one.
+//! At batch 8 it reaches 0.51 to 0.64 of the ceiling of `mma.sync`. Tried there, and no faster: 128 x 160 x 32 by eight planes, 128 x
+//! 128 x 64 by four. CUTLASS takes 0.79 to 0.93 of our time above 8 x 8 pixels. Its tiles there take 96 KiB; an H200 has room for two
+//! of them on a processor, an RTX card for one.
 //!
 //! Tried: tiles of k that run through all taps of some channels, with copies through the L1 cache. Frames were as fast, and two
 //! instances spilled.
 //!
-//! Records: `benches/baselines/cuda-sm90-132@rtx4090/conv.jsonl`.
+//! Records, of one call: `conv.jsonl` and `conv.cutlass.jsonl` in `benches/baselines/cuda-sm90-132@rtx4090`.
 
 use cubecl::prelude::*;
 
