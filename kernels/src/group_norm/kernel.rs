@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use tune::Queue;
 
+use super::sum::group_sum;
 use super::{GroupNormConfig, GroupNormOperands, GroupNormProblem};
 use crate::elem::elem;
 use crate::launch::{index_width, launch};
@@ -21,15 +22,17 @@ const fn held_bytes(units: u32) -> u32 {
 
 /// Compile-time parameters of one kernel instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Plan {
+pub(super) struct Plan {
     /// Vectors of a pixel in one group.
-    per_group: u32,
+    pub per_group: u32,
     /// Vectors of a pixel that a cube reads.
-    columns: u32,
+    pub columns: u32,
     /// Pixels that a cube reads at once.
     rows: u32,
     /// Vectors that a unit keeps in registers; 0 if it reads them again.
     held: u32,
+    /// Chunks whose sums a unit merges, at most.
+    merged: u32,
     activation: Option<Activation>,
     modulated: bool,
     /// True if single PTX instructions are exact enough for the activation.
@@ -49,11 +52,21 @@ impl Plan {
             columns,
             rows,
             held: if holds { each } else { 0 },
+            merged: chunks.div_ceil(rows * per_group),
             activation: p.activation,
             modulated: p.modulation_pitch > 0,
             ptx: arch.inline_ptx() && size == 2,
             rounds: by_hand(arch, p.dtype),
         }
+    }
+
+    pub(super) const fn units(self) -> u32 {
+        self.rows * self.columns
+    }
+
+    /// Units of a group.
+    pub(super) const fn members(self) -> u32 {
+        self.rows * self.per_group
     }
 
     const fn arithmetic(self) -> Arithmetic {
@@ -146,7 +159,7 @@ pub(super) fn launch(
         return;
     };
     let partials = || {
-        let len = 2 * chunks as usize * p.groups as usize * p.batch as usize;
+        let len = chunks as usize * p.groups as usize * p.batch as usize;
         buffer(scratch, len)
     };
     // SAFETY: see above.
@@ -329,48 +342,8 @@ fn chunk_sum<F: Float, N: Size>(
             pixel += comptime!(plan.rows);
         }
     }
-    group_sum(total(&sums, N::value()), shared, plan)
-}
-
-/// Sums the values of all units of a group and returns the sum to each, in a fixed order. Every unit of the cube must take part.
-#[cube]
-fn group_sum(value: f32, shared: &mut [f32], #[comptime] plan: Plan) -> f32 {
-    let (columns, per_group) = comptime!((plan.columns, plan.per_group));
-    let (row, column) = (UNIT_POS / columns, UNIT_POS % columns);
-    let lane = column % per_group;
-    // Units may still read the previous sums.
-    sync_cube();
-    shared[UNIT_POS as usize] = value;
-    #[unroll]
-    for level in 0..comptime!(levels(plan.rows)) {
-        let (left, half) = comptime!((halved(plan.rows, level), halved(plan.rows, level + 1)));
-        sync_cube();
-        if row < comptime!(left - half) {
-            let other = shared[(UNIT_POS + comptime!(half * columns)) as usize];
-            shared[UNIT_POS as usize] += other;
-        }
-    }
-    #[unroll]
-    for level in 0..comptime!(levels(per_group)) {
-        let (left, half) = comptime!((halved(per_group, level), halved(per_group, level + 1)));
-        sync_cube();
-        if row == 0 && lane < comptime!(left - half) {
-            let other = shared[(UNIT_POS + half) as usize];
-            shared[UNIT_POS as usize] += other;
-        }
-    }
-    sync_cube();
-    shared[(column - lane) as usize]
-}
-
-/// Number of halvings from `len` to 1.
-const fn levels(len: u32) -> u32 {
-    len.next_power_of_two().ilog2()
-}
-
-/// Returns `len` after some halvings, each rounded up.
-const fn halved(len: u32, times: u32) -> u32 {
-    len.div_ceil(1 << times)
+    let call = comptime!(if squares { 1u32 } else { 0u32 });
+    group_sum(total(&sums, N::value()), shared, call, plan)
 }
 
 /// Factor and addend of a unit's channels.
@@ -477,7 +450,7 @@ fn whole<F: Float, N: Size>(
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
-    let mut shared = Shared::<[f32]>::new_slice(comptime!((plan.rows * plan.columns) as usize));
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(2 * plan.units() as usize));
     let own = place(&sizes, joined.all, plan);
     let values = load(x, &joined, &own, plan);
     let each = values_of::<N>(plan.per_group);
@@ -505,12 +478,12 @@ fn whole<F: Float, N: Size>(
 fn sum_chunks<F: Float, N: Size>(
     x: &[Vector<F, N>],
     joined: Joined<F, N>,
-    partials: &mut [f32], // [batch, groups, chunks, 2]
+    partials: &mut [Vector<f32, Const<2>>], // [batch, groups, chunks]: mean, squared deviations
     sizes: Sizes,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
-    let mut shared = Shared::<[f32]>::new_slice(comptime!((plan.rows * plan.columns) as usize));
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(2 * plan.units() as usize));
     let own = place(&sizes, joined.all, plan);
     let values = load(x, &joined, &own, plan);
     let count = chunk_count(&sizes, CUBE_POS_Y, values_of::<N>(plan.per_group));
@@ -520,9 +493,9 @@ fn sum_chunks<F: Float, N: Size>(
     let per_group = comptime!(plan.per_group);
     if UNIT_POS < plan.columns && UNIT_POS % per_group == 0 {
         let group = own.image * (joined.all / per_group) + own.at / per_group;
-        let to = (group as usize * sizes.chunks as usize + CUBE_POS_Y as usize) * 2;
-        partials[to] = mean;
-        partials[to + 1] = squares;
+        let mut pair = Vector::<f32, Const<2>>::new(mean);
+        pair.insert(1usize, squares);
+        partials[group as usize * sizes.chunks as usize + CUBE_POS_Y as usize] = pair;
     }
 }
 
@@ -549,13 +522,13 @@ fn normalise_chunks<F: Float, N: Size>(
     weight: &[Vector<F, N>],
     bias: &[Vector<F, N>],
     modulation: &[Vector<F, N>],
-    partials: &[f32],
+    partials: &[Vector<f32, Const<2>>],
     out: &mut [Vector<F, N>],
     sizes: Sizes,
     #[comptime] plan: Plan,
     #[define(F)] _dtype: ElemType,
 ) {
-    let mut shared = Shared::<[f32]>::new_slice(comptime!((plan.rows * plan.columns) as usize));
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(2 * plan.units() as usize));
     let own = place(&sizes, joined.all, plan);
     let values = load(x, &joined, &own, plan);
     let (columns, per_group) = comptime!((plan.columns, plan.per_group));
@@ -563,25 +536,39 @@ fn normalise_chunks<F: Float, N: Size>(
     let count = f32::cast_from(sizes.pixels) * f32::cast_from(each);
     let group = own.image * (joined.all / per_group) + own.at / per_group;
     let from = group as usize * sizes.chunks as usize;
-    // The units of a group share its chunks.
-    let rank = UNIT_POS / columns * per_group + UNIT_POS % per_group;
-    let mut sum = 0.0f32;
-    let mut chunk = u32::cast_from(rank);
-    while chunk < sizes.chunks {
-        let mean = partials[(from + chunk as usize) * 2];
-        sum = fma(mean, chunk_count(&sizes, chunk, each), sum);
-        chunk += comptime!(plan.rows * per_group);
+    // The units of a group share its chunks. All their loads wait together.
+    let member = UNIT_POS / columns * per_group + UNIT_POS % per_group;
+    let mut means = Array::<f32>::new(comptime!(plan.merged as usize));
+    let mut deviations = Array::<f32>::new(comptime!(plan.merged as usize));
+    #[unroll]
+    for i in 0..comptime!(plan.merged) {
+        let chunk = member + comptime!(i * plan.members());
+        means[i as usize] = 0.0f32;
+        deviations[i as usize] = 0.0f32;
+        if chunk < sizes.chunks {
+            let pair = partials[from + chunk as usize];
+            means[i as usize] = pair.extract(0usize);
+            deviations[i as usize] = pair.extract(1usize);
+        }
     }
-    let mean = group_sum(sum, &mut shared, plan) / count;
-    let mut squares = 0.0f32;
-    let mut chunk = u32::cast_from(rank);
-    while chunk < sizes.chunks {
-        let at = (from + chunk as usize) * 2;
-        let far = partials[at] - mean;
-        squares += fma(far * far, chunk_count(&sizes, chunk, each), partials[at + 1]);
-        chunk += comptime!(plan.rows * per_group);
+    let mut sum = 0.0f32.runtime();
+    #[unroll]
+    for i in 0..comptime!(plan.merged) {
+        let chunk = member + comptime!(i * plan.members());
+        let count = chunk_count(&sizes, min(chunk, sizes.chunks - 1), each);
+        sum = fma(means[i as usize], count, sum);
     }
-    let squares = group_sum(squares, &mut shared, plan);
+    let mean = group_sum(sum, &mut shared, 0u32, plan) / count;
+    let mut squares = 0.0f32.runtime();
+    #[unroll]
+    for i in 0..comptime!(plan.merged) {
+        let chunk = member + comptime!(i * plan.members());
+        if chunk < sizes.chunks {
+            let far = means[i as usize] - mean;
+            squares += fma(far * far, chunk_count(&sizes, chunk, each), deviations[i as usize]);
+        }
+    }
+    let squares = group_sum(squares, &mut shared, 1u32, plan);
     let scale = RowScale { mean, factor: (squares / count + sizes.eps).inverse_sqrt() };
     let channels = channels(
         weight,

@@ -23,6 +23,7 @@
 //! Source: Wu and He, "Group Normalization" (2018).
 
 mod kernel;
+mod sum;
 
 use arch::{ArchProfile, DType};
 use cubecl::server::Handle;
@@ -187,7 +188,7 @@ impl Kernel for GroupNorm {
     type Operands = GroupNormOperands;
 
     const NAME: &'static str = "group_norm";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
 
     fn bucket(p: &GroupNormProblem) -> String {
         let batch = p.batch.next_power_of_two().min(64);
@@ -268,7 +269,7 @@ impl Kernel for GroupNorm {
                 let units = u64::from(rows) * u64::from(groups) * per_group;
                 let units = u32::try_from(units).unwrap_or(u32::MAX);
                 iterations(arch, 3 * u64::from(span.div_ceil(rows) + 1) + u64::from(chunks) + 8)?;
-                limits(arch, units, units.saturating_mul(4))
+                limits(arch, units, units.saturating_mul(8))
             }
         }
     }
