@@ -101,12 +101,15 @@ pub(crate) fn sweep(
     Ok((rows, findings))
 }
 
-/// Faults of a compiled instance. A `clean` one must not spill on an RTX card. Any other spill is only reported in the
-/// table, because the tuner decides by time.
+/// Bytes per unit that a `clean` instance may spill: a few registers, stored and loaded once.
+const SMALL_SPILL: u32 = 16;
+
+/// Faults of a compiled instance. A `clean` one must not spill more than [`SMALL_SPILL`] on an RTX card. Any other spill is only
+/// reported in the table, because the tuner decides by time.
 fn faults(target: &str, clean: bool, usage: &Usage, occupancy: u32) -> Vec<String> {
     let rtx = target.starts_with("rtx");
     let mut faults = Vec::new();
-    if rtx && clean && usage.spilled() > 0 {
+    if rtx && clean && usage.spilled() > SMALL_SPILL {
         faults.push(format!("spills {} bytes", usage.spilled()));
     }
     if rtx && usage.shared > RTX_SHARED_BYTES {
@@ -138,10 +141,12 @@ mod tests {
             shared: RTX_SHARED_BYTES,
             units: 128,
         };
-        let spills = Usage { spill_loads: 4, ..fits };
+        let small = Usage { spill_loads: SMALL_SPILL, ..fits };
+        let spills = Usage { spill_loads: 20, ..fits };
         let large = Usage { shared: RTX_SHARED_BYTES + 1, ..fits };
         assert!(faults("rtx4090", true, &fits, 1).is_empty());
-        assert_eq!(faults("rtx4090", true, &spills, 1), ["spills 4 bytes"]);
+        assert!(faults("rtx4090", true, &small, 1).is_empty());
+        assert_eq!(faults("rtx4090", true, &spills, 1), ["spills 20 bytes"]);
         assert!(faults("rtx4090", false, &spills, 1).is_empty(), "the tuner decides by time");
         assert_eq!(faults("rtx4090", false, &large, 1).len(), 1);
         assert!(faults("h200", true, &spills, 1).is_empty());
