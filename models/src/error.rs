@@ -112,6 +112,16 @@ pub enum Error {
          least one token after the prompt"
     )]
     NothingToLearn,
+    /// Numbers of a policy for another number of tokens, or of sequences, than a batch has.
+    #[error("expected {need} {what} of a policy, got {have}\nhint: pass one per learned token")]
+    PolicyLength {
+        /// Name of the numbers.
+        what: &'static str,
+        /// Number that was passed.
+        have: usize,
+        /// Number that the batch needs.
+        need: usize,
+    },
     /// A file or folder that cannot be written.
     #[error("cannot write {}: {why}\nhint: {}", .path.display(), checkpoint::writable(.why))]
     Write {

@@ -46,6 +46,7 @@ pub mod matrices;
 pub mod names;
 pub mod optimizer;
 pub mod parameters;
+pub mod policy;
 pub mod rope;
 pub mod shapes;
 mod targets;
@@ -55,8 +56,9 @@ mod workload;
 
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Activations, Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache, LoadOptions,
-    Loading, OnDevice, Parking, Recompute, Trained, file_dtype, on_device,
+    Activations, Batch, Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache,
+    LoadOptions, Loading, Loss, MicroBatch, OnDevice, Parking, Recompute, TokenStats, Trained,
+    file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use footprint::{Footprint, KvFormat, ModelPrecision};
@@ -66,6 +68,7 @@ pub use matrices::{Fusion, Linear};
 pub use names::{Param, Part, Side, Slot};
 pub use optimizer::{AdamWOptions, Buffer, HostWeights, LossScale, Master, MuonOptions, Optimizer};
 pub use parameters::{FlatTensor, Group, Parameters, Piece};
+pub use policy::{Bound, KlFactor, Level, LossKind, Policy, PolicyRule, PolicySequence};
 pub use rope::{Rope, Scaling};
 pub use weights::{Stored, Weights};
 pub use workload::{Offload, Training, Trains, Workload};

@@ -20,8 +20,8 @@ use crate::{Ctx, OpError, OpMemory};
 /// # Shapes
 /// logits `[rows, vocab]` in f32; choices `[rows, 6]`, I32 or U32. seen `[rows · ceil(vocab / 32)]`, I32 or
 /// U32. It may have one more row, with a bit set for each token that must not be sampled. The result is
-/// `[rows, 3]` in f32: the token, its log probability ln softmax(logits), and 1 if the row has no token
-/// because its logits contain NaN or have no finite maximum.
+/// `[rows, 4]` in f32: the token, its log probability ln softmax(logits), its log probability in the distribution that it was drawn
+/// from, and 1 if the row has no token because its logits contain NaN or have no finite maximum.
 ///
 /// # Errors
 /// [`OpError::Shape`], [`OpError::DType`] or [`OpError::Sample`] for invalid operands; [`OpError::Device`]

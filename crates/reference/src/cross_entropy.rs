@@ -3,8 +3,8 @@
 //! ```text
 //! z = softcap · tanh(logits / softcap), or logits;  y = z / temperature
 //! lse = ln Σ exp y;  p = exp(y - lse)
-//! loss = -weight · (y[target] - lse);  entropy = -Σ p · ln p
-//! gradient = weight / temperature · (p - (v == target)) · (1 - (z / softcap)²)
+//! entropy = -Σ p · ln p;  loss = -weight · (y[target] - lse) - entropy_weight · entropy
+//! gradient = (weight · (p - (v == target)) + entropy_weight · p · (ln p + entropy)) / temperature · (1 - (z / softcap)²)
 //! ```
 //!
 //! All formulas are per row. Loss, log-probability and gradient are 0 if the target is ignored.
@@ -23,6 +23,8 @@ pub struct CrossEntropy<'a> {
     pub targets: &'a [Option<u32>],
     /// `[rows]`
     pub weights: &'a [f32],
+    /// `[rows]`; None without an entropy bonus.
+    pub entropy_weights: Option<&'a [f32]>,
     pub softcap: Option<f64>,
     pub temperature: f64,
 }
@@ -92,11 +94,16 @@ impl CrossEntropy<'_> {
         };
         let weight = f64::from(self.weights[row]);
         stats[1] = y.get(target as usize).map_or(f64::NAN, |y| r(r(y - row_max) - log));
-        stats[0] = r(-weight * stats[1]);
+        let bonus = self.entropy_weights.map_or(0.0, |own| f64::from(own[row]));
+        stats[0] = r(r(-weight * stats[1]) - r(bonus * stats[2]));
         let scale = if stats[1].is_nan() { f64::NAN } else { r(weight / self.temperature) };
         let slope = |(v, w): (usize, &f64)| {
             let p = r(w / total);
-            let slope = r(scale * r(p - f64::from(u8::from(v == target as usize))));
+            let mut slope = r(scale * r(p - f64::from(u8::from(v == target as usize))));
+            if bonus != 0.0 && *w != 0.0 {
+                let log = r(r(r(y[v] - row_max) - log) + stats[2]);
+                slope = r(slope + r(r(bonus / self.temperature) * r(p * log)));
+            }
             self.softcap.map_or(slope, |cap| r(slope * r(1.0 - r(z[v] / cap).powi(2))))
         };
         RowLoss { stats, gradient: weights.iter().enumerate().map(slope).collect() }
@@ -121,6 +128,7 @@ impl CrossEntropy<'_> {
         for (what, need, have) in [
             ("logits", rows * self.vocab, self.logits.len()),
             ("weights", rows, self.weights.len()),
+            ("entropy weights", rows, self.entropy_weights.map_or(rows, <[f32]>::len)),
             ("stats", 4 * rows, stats.len()),
         ] {
             if need != have {
@@ -153,6 +161,7 @@ mod tests {
         vocab: 3,
         targets: &[Some(1), None],
         weights: &[0.25, 3.0],
+        entropy_weights: Some(&[0.5, 2.0]),
         softcap: Some(3.0),
         temperature: 0.7,
     };
@@ -178,7 +187,7 @@ mod tests {
 
     #[test]
     fn stats_are_those_of_the_softmax() {
-        let plain = CrossEntropy { softcap: None, temperature: 1.0, ..ROWS };
+        let plain = CrossEntropy { softcap: None, temperature: 1.0, entropy_weights: None, ..ROWS };
         let logits = [0.1f32, 0.2, 0.7, 0.5, 0.25, 0.25].map(f32::ln);
         let rows = CrossEntropy { logits: &logits, ..plain }.rows::<Exact>();
         let close = |have: [f64; 4], want: [f64; 4]| {

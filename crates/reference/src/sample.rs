@@ -100,6 +100,14 @@ impl Sampler<'_> {
         f64::from(self.logits[token as usize]) - top - sum.ln()
     }
 
+    /// Returns the log-probability of `token` in the distribution that it is drawn from.
+    pub fn drawn_logprob(&self, token: u32) -> f64 {
+        let kept = self.kept();
+        let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+        let own = kept.iter().find(|(id, _)| *id == token);
+        own.map_or(f64::NEG_INFINITY, |(_, weight)| (weight / total).ln())
+    }
+
     /// Returns the distance of `uniform` from the range that selects `token`, as a fraction of the total. It
     /// is 1 for a token that may not be drawn.
     fn miss(&self, token: u32) -> f64 {
@@ -111,18 +119,18 @@ impl Sampler<'_> {
         (before - self.uniform).max(self.uniform - after).max(0.0)
     }
 
-    /// Compares the tokens and log-probabilities of a kernel with `rows`. A row without a valid token must
+    /// Compares the tokens and both log-probabilities of a kernel with `rows`. A row without a valid token must
     /// set the flag.
     ///
     /// # Errors
-    /// Fails if there are not three numbers a row.
+    /// Fails if there are not four numbers a row.
     pub fn check(rows: &[Sampler<'_>], out: &[f32]) -> Result<Comparison, Error> {
-        if out.len() != 3 * rows.len() {
-            return Err(Error::Length { what: "out", need: 3 * rows.len(), have: out.len() });
+        if out.len() != 4 * rows.len() {
+            return Err(Error::Length { what: "out", need: 4 * rows.len(), have: out.len() });
         }
         let (mut have, mut exact, mut naive) = (Vec::new(), Vec::new(), Vec::new());
-        for (row, out) in rows.iter().zip(out.chunks(3)) {
-            let (token, logprob, flag) = (out[0], out[1], out[2]);
+        for (row, out) in rows.iter().zip(out.chunks(4)) {
+            let (token, logprob, drawn, flag) = (out[0], out[1], out[2], out[3]);
             let finite = row.finite();
             have.push(flag);
             exact.push(if finite { 0.0 } else { 1.0 });
@@ -133,10 +141,16 @@ impl Sampler<'_> {
             let known = token >= 0.0 && (token as usize) < row.logits.len() && token.fract() == 0.0;
             let token = if known { token as u32 } else { 0 };
             // f32 sums in another order differ in the last bits.
-            have.extend([if known { row.miss(token) as f32 } else { 1.0 }, logprob]);
-            let logprob = row.logprob(token);
-            exact.extend([0.0, logprob]);
-            naive.extend([1e-5, logprob + 1e-5]);
+            have.extend([if known { row.miss(token) as f32 } else { 1.0 }, logprob, drawn]);
+            let (logprob, drawn) = (row.logprob(token), row.drawn_logprob(token));
+            // f32 sums may reach top_p a token earlier or later.
+            let moved = [-1e-4, 1e-4].map(|by| {
+                let moved = Sampler { top_p: row.top_p + by, ..*row }.drawn_logprob(token);
+                if row.top_p < 1.0 && moved.is_finite() { (moved - drawn).abs() } else { 0.0 }
+            });
+            let spread = moved[0].max(moved[1]);
+            exact.extend([0.0, logprob, drawn]);
+            naive.extend([1e-5, logprob + 1e-5, drawn + 1e-5 + spread]);
         }
         compare(&have, &exact, &naive, DType::F32)
     }
@@ -210,23 +224,27 @@ mod tests {
     #[test]
     fn wrong_tokens_do_not_pass() -> Result<(), Error> {
         let logits = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln);
-        let row = Sampler { uniform: 0.35, ..sampler(&logits) };
-        let passes = |out: [f32; 3]| Ok::<_, Error>(Sampler::check(&[row], &out)?.passed);
+        let row = Sampler { uniform: 0.35, top_k: 3, ..sampler(&logits) };
+        let passes = |out: [f32; 4]| Ok::<_, Error>(Sampler::check(&[row], &out)?.passed);
         let logprob = |id: usize| row.logprob(id as u32) as f32;
-        assert!(passes([2.0, logprob(2), 0.0])?);
+        let drawn = (0.3f32 / 0.9).ln();
+        assert!(passes([2.0, logprob(2), drawn, 0.0])?);
         for wrong in [
-            [1.0, logprob(1), 0.0],
-            [2.0, logprob(2) + 1e-3, 0.0],
-            [2.0, f32::NAN, 0.0],
-            [2.0, logprob(2), 1.0],
-            [4.0, logprob(3), 0.0],
-            [2.5, logprob(2), 0.0],
+            [1.0, logprob(1), (0.2f32 / 0.9).ln(), 0.0],
+            [2.0, logprob(2) + 1e-3, drawn, 0.0],
+            [2.0, logprob(2), drawn + 1e-3, 0.0],
+            [2.0, logprob(2), logprob(2), 0.0],
+            [2.0, f32::NAN, drawn, 0.0],
+            [2.0, logprob(2), f32::NAN, 0.0],
+            [2.0, logprob(2), drawn, 1.0],
+            [4.0, logprob(3), drawn, 0.0],
+            [2.5, logprob(2), drawn, 0.0],
         ] {
             assert!(!passes(wrong)?, "{wrong:?}");
         }
         let none = Sampler { logits: &[f32::NAN, 0.0], ..row };
-        assert!(Sampler::check(&[none], &[0.0, 0.0, 1.0])?.passed);
-        assert!(!Sampler::check(&[none], &[1.0, 0.0, 0.0])?.passed);
+        assert!(Sampler::check(&[none], &[0.0, 0.0, 0.0, 1.0])?.passed);
+        assert!(!Sampler::check(&[none], &[1.0, 0.0, 0.0, 0.0])?.passed);
         assert!(Sampler::check(&[row], &[0.0; 2]).is_err());
         Ok(())
     }

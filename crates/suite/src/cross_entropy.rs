@@ -45,6 +45,7 @@ struct Host {
     logits: Vec<f32>,
     targets: Vec<u32>,
     weights: Vec<f32>,
+    entropy_weights: Option<Vec<f32>>,
     /// `[STATS, rows]`
     stats: Vec<f32>,
     /// `[rows, vocab]`
@@ -70,6 +71,9 @@ impl KernelSuite for CrossEntropy {
             ("dtype", p.dtype.name().into()),
             ("gradient", gradient.into()),
         ]);
+        if p.entropy {
+            all.insert("entropy".to_owned(), true.into());
+        }
         if p.stride != p.vocab {
             all.insert("stride".to_owned(), p.stride.into());
         }
@@ -109,7 +113,7 @@ impl KernelSuite for CrossEntropy {
         ];
         let gradients = [Gradient::InPlace, Gradient::Separate, Gradient::None];
         let inputs = [Inputs::Normal, Inputs::Sharp, Inputs::Special];
-        let rows = pairwise(&[sizes.len(), 3, 3, 2, 2]);
+        let rows = pairwise(&[sizes.len(), 3, 3, 2, 2, 2]);
         let case = |(i, row): (usize, Vec<usize>)| {
             let [rows, vocab, stride] = sizes[row[0]];
             let problem = CrossEntropyProblem {
@@ -117,6 +121,7 @@ impl KernelSuite for CrossEntropy {
                 gradient: gradients[row[1]],
                 softcap: (row[3] == 1).then_some(20.0),
                 temperature: [1.0, 0.6][row[4]],
+                entropy: row[5] == 1,
                 ..problem(rows, vocab, precision.storage())
             };
             EdgeCase { problem, inputs: inputs[row[2]], seed: 21_000 + i as u64 }
@@ -159,6 +164,7 @@ impl KernelSuite for CrossEntropy {
         }
         let logits = dtype.decode(&dtype.encode(&logits))?;
         let weights = fill(2 * case.seed + 1, rows, Distribution::Normal);
+        let entropy_weights = p.entropy.then(|| fill(3 * case.seed, rows, Distribution::Normal));
         let mut whole = apart(&logits, vocab, stride);
         whole.resize(p.elements(), f32::NAN);
         let bytes = padded(&dtype.encode(&whole));
@@ -166,11 +172,14 @@ impl KernelSuite for CrossEntropy {
         let words = |values: Vec<u32>| -> Vec<u8> {
             values.into_iter().flat_map(u32::to_le_bytes).collect()
         };
+        let floats_on_device = |values: &[f32]| {
+            client.create_from_slice(&words(values.iter().map(|x| x.to_bits()).collect()))
+        };
         let operands = CrossEntropyOperands {
             logits: guarded(device, &bytes),
             targets: client.create_from_slice(&words(targets.clone())),
-            weights: client
-                .create_from_slice(&words(weights.iter().map(|w| w.to_bits()).collect())),
+            weights: floats_on_device(&weights),
+            entropy_weights: entropy_weights.as_deref().map(floats_on_device),
             gradient: (p.gradient == Gradient::Separate).then(|| unwritten(device, bytes.len())),
             stats: unwritten(device, 4 * STATS * rows),
         };
@@ -199,7 +208,7 @@ impl KernelSuite for CrossEntropy {
         });
         let gradient = gradient.transpose()?;
         let stats = floats(&read(device, &operands.stats, 4 * STATS * rows)?);
-        verdict(p, &Host { logits, targets, weights, stats, gradient })
+        verdict(p, &Host { logits, targets, weights, entropy_weights, stats, gradient })
     }
 
     /// Compares eight rows. In-place gradients are refused, because they overwrite the logits.
@@ -235,6 +244,9 @@ impl KernelSuite for CrossEntropy {
         let row = |handle: &Handle, at: usize| -> Result<Vec<u32>, CheckError> {
             Ok(pick(&read(device, handle, 4 * (at + 1) * rows)?[4 * at * rows..]))
         };
+        let factors = |handle: &Handle| -> Result<Vec<f32>, CheckError> {
+            Ok(row(handle, 0)?.into_iter().map(f32::from_bits).collect())
+        };
         let mut stats = Vec::new();
         for stat in 0..STATS {
             stats.extend(row(&operands.stats, stat)?.into_iter().map(f32::from_bits));
@@ -242,7 +254,8 @@ impl KernelSuite for CrossEntropy {
         let host = Host {
             logits: matrix(&operands.logits)?,
             targets: row(&operands.targets, 0)?,
-            weights: row(&operands.weights, 0)?.into_iter().map(f32::from_bits).collect(),
+            weights: factors(&operands.weights)?,
+            entropy_weights: operands.entropy_weights.as_ref().map(factors).transpose()?,
             stats,
             gradient: operands.gradient.as_ref().map(matrix).transpose()?,
         };
@@ -295,6 +308,7 @@ impl KernelSuite for CrossEntropy {
             case(CrossEntropyProblem { gradient: Gradient::Separate, ..gpt2 }, 1),
             case(CrossEntropyProblem { gradient: Gradient::None, ..llama }, 1),
             case(CrossEntropyProblem { softcap: Some(30.0), ..llama }, 2),
+            case(CrossEntropyProblem { entropy: true, ..llama }, 2),
             case(of(50_257, DType::F16), 1),
             case(of(128_256, DType::F32), 2),
         ]
@@ -313,6 +327,7 @@ fn verdict(p: &CrossEntropyProblem, host: &Host) -> Result<Verdict, CheckError> 
         vocab: p.vocab as usize,
         targets: &targets,
         weights: &host.weights,
+        entropy_weights: host.entropy_weights.as_deref(),
         softcap: p.softcap.map(f64::from),
         temperature: p.temperature.into(),
     };

@@ -183,7 +183,7 @@ impl KernelSuite for Sample {
         let verdict = verdict(device, p, &operands, &host)?;
         let out = words(&read(device, &operands.out, 4 * RESULT * rows)?);
         for (row, result) in out.as_chunks::<RESULT>().0.iter().enumerate() {
-            let [token, _, broken] = result.map(f32::from_bits);
+            let [token, _, _, broken] = result.map(f32::from_bits);
             if broken == 0.0 && token < p.vocab as f32 {
                 bits[row * p.seen_words() + token as usize / 32] |= 1 << (token as usize % 32);
             }

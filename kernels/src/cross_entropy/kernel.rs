@@ -33,6 +33,7 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
     logits: &[Vector<F, N>],       // [rows, stride]
     targets: &[u32],               // [rows]
     weights: &[f32],               // [rows]
+    entropy_weights: &[f32],       // [rows]
     gradient: &mut [Vector<F, N>], // [rows, stride]
     stats: &mut [f32],             // [STATS, rows]
     sizes: Sizes,
@@ -104,6 +105,12 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
         let moment = row_sum(moment, &mut shared, plan.rows);
 
         let scale = select(target < sizes.vocab, weights[row as usize], scalars.nan);
+        let log = log_of(weight);
+        let entropy = log - moment / weight * std::f32::consts::LN_2;
+        let mut entropy_scale = 0.0f32.runtime();
+        if comptime!(plan.entropy) {
+            entropy_scale = entropy_weights[row as usize];
+        }
         if owner && inside {
             let vector = load(logits, &*gradient, from + wanted as usize, plan);
             let z = bent(vector, wanted, vectors, &sizes, &scalars, plan);
@@ -112,20 +119,29 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
             for e in 1..width {
                 of_target = select(target % comptime!(width as u32) == e as u32, z[e], of_target);
             }
-            let log = log_of(weight);
             let log_probability = (of_target - row_max) * scalars.inverse_temperature - log;
             let (at, rows) = (row as usize, sizes.rows as usize);
-            stats[at] = select(ignored, 0.0, -scale * log_probability);
+            let loss = -scale * log_probability;
+            let loss = if comptime!(plan.entropy) { loss - entropy_scale * entropy } else { loss };
+            stats[at] = select(ignored, 0.0, loss);
             let log_probability = select(target < sizes.vocab, log_probability, scalars.nan);
             stats[at + rows] = select(ignored, 0.0, log_probability);
-            stats[at + 2 * rows] = log - moment / weight * std::f32::consts::LN_2;
+            stats[at + 2 * rows] = entropy;
             stats[at + 3 * rows] = row_max * scalars.inverse_temperature + log;
         }
 
         if comptime!(!matches!(plan.gradient, Gradient::None)) {
             let slope = scale * scalars.inverse_temperature;
-            let softmax =
-                Softmax { row_max, unit, weight, inverse: slope / weight, target, ignored };
+            let softmax = Softmax {
+                row_max,
+                unit,
+                weight,
+                inverse: slope / weight,
+                entropy_inverse: entropy_scale * scalars.inverse_temperature / weight,
+                surprise: entropy - log,
+                target,
+                ignored,
+            };
             #[unroll]
             for h in 0..comptime!(plan.held as usize) {
                 let at = lane + comptime!(h as u32 * lanes);
@@ -183,6 +199,10 @@ struct Softmax {
     weight: f32,
     /// Weight of the row, divided by the temperature and by the sum.
     inverse: f32,
+    /// Weight of the row's entropy, divided by the temperature and by the sum.
+    entropy_inverse: f32,
+    /// Entropy - ln Σ: what to add to (z - row_max) / temperature, for ln p + entropy.
+    surprise: f32,
     target: u32,
     ignored: bool,
 }
@@ -297,9 +317,15 @@ fn slopes<F: Float, N: Size>(
 ) -> Vector<F, N> {
     let width = N::value();
     let mut slopes = Array::<f32>::new(width);
+    let mut bonus = Array::<f32>::new(width);
     #[unroll]
     for e in 0..width {
         slopes[e] = power((z[e] - softmax.row_max) * softmax.unit, plan.ptx);
+        if comptime!(plan.entropy) {
+            // The bound avoids 0 · -inf, which is NaN.
+            let log = max((z[e] - softmax.row_max) * scalars.inverse_temperature, -1e4f32);
+            bonus[e] = slopes[e] * softmax.entropy_inverse * (log + softmax.surprise);
+        }
     }
     let column = at * comptime!(width as u32);
     if softmax.target >= column && softmax.target < column + comptime!(width as u32) {
@@ -313,6 +339,9 @@ fn slopes<F: Float, N: Size>(
     #[unroll]
     for e in 0..width {
         let mut slope = slopes[e] * softmax.inverse;
+        if comptime!(plan.entropy) {
+            slope += bonus[e];
+        }
         if comptime!(plan.softcap) {
             slope *= capped_slope(f32::cast_from(vector.extract(e)), scalars.softcap);
         }

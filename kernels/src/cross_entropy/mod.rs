@@ -1,4 +1,4 @@
-//! loss[r] = -weight[r] · ln softmax(y[r])[target[r]]    logits, gradient: `[rows, stride]`, y: `[rows, vocab]`
+//! loss[r] = -weight[r] · ln p[r, target[r]] - entropy_weight[r] · H[r]    logits, gradient: `[rows, stride]`, p: `[rows, vocab]`
 //!
 //! ```text
 //!   for each row r                                      // one group of units, one or several a cube
@@ -6,7 +6,8 @@
 //!     y = z / temperature
 //!     m = max y, l = Σ exp(y - m), s = Σ exp(y - m) · (y - m)           // one pass, online
 //!     lse = m + ln l, log_probability = y[target] - lse, entropy = ln l - s / l
-//!     gradient = weight / temperature · (exp(y - m) / l - (v == target)) · (1 - (z / softcap)²)
+//!     p = exp(y - m) / l
+//!     gradient = (weight · (p - (v == target)) + entropy_weight · p · (ln p + entropy)) / temperature · (1 - (z / softcap)²)
 //! ```
 //!
 //! A row with target [`IGNORED`] has loss 0, log-probability 0 and gradient 0; its entropy and lse are still
@@ -92,6 +93,9 @@ pub struct CrossEntropyProblem {
     /// Divides the logits, after the soft cap.
     pub temperature: f32,
     pub gradient: Gradient,
+    /// True if the loss has the rows' entropies, too: an entropy bonus.
+    #[serde(default)]
+    pub entropy: bool,
 }
 
 /// An invalid cross-entropy problem.
@@ -124,7 +128,8 @@ impl CrossEntropyProblem {
     /// See [`InvalidCrossEntropy`].
     pub fn new(rows: u32, vocab: u32, dtype: DType) -> Result<Self, InvalidCrossEntropy> {
         let (softcap, temperature, gradient) = (None, 1.0, Gradient::InPlace);
-        Self { rows, vocab, stride: vocab, dtype, softcap, temperature, gradient }.checked()
+        let (stride, entropy) = (vocab, false);
+        Self { rows, vocab, stride, dtype, softcap, temperature, gradient, entropy }.checked()
     }
 
     /// Returns the problem if it is valid.
@@ -195,8 +200,10 @@ pub struct CrossEntropyOperands {
     pub logits: Handle,
     /// u32 `[rows]`: a token or [`IGNORED`].
     pub targets: Handle,
-    /// f32 `[rows]`: factor of loss and gradient.
+    /// f32 `[rows]`: factor of -ln p.
     pub weights: Handle,
+    /// f32 `[rows]`: factor of -entropy, if the problem has it.
+    pub entropy_weights: Option<Handle>,
     /// `[rows, stride]`, for [`Gradient::Separate`].
     pub gradient: Option<Handle>,
     /// f32 `[STATS, rows]`
@@ -226,9 +233,14 @@ impl Kernel for CrossEntropy {
     fn bucket(p: &CrossEntropyProblem) -> String {
         let what = if p.gradient == Gradient::None { "forward" } else { "gradient" };
         let cap = if p.softcap.is_some() { " softcap" } else { "" };
+        let entropy = if p.entropy { " entropy" } else { "" };
         let (vocab, padded) = (p.vocab.next_power_of_two(), p.stride.trailing_zeros().min(3));
         let rows = p.rows.next_power_of_two().min(4096);
-        format!("{} {what}{cap} vocab {vocab} aligned {} rows {rows}", p.dtype, 1 << padded)
+        format!(
+            "{} {what}{cap}{entropy} vocab {vocab} aligned {} rows {rows}",
+            p.dtype,
+            1 << padded
+        )
     }
 
     fn candidates(arch: &ArchProfile, p: &CrossEntropyProblem) -> Vec<CrossEntropyConfig> {
@@ -304,6 +316,8 @@ impl Kernel for CrossEntropy {
             logits: crate::noise(queue, p.elements(), p.dtype, 2 * seed),
             targets: queue.upload(u32::as_bytes(&targets)),
             weights: crate::noise(queue, p.rows as usize, DType::F32, 2 * seed + 1),
+            entropy_weights: (p.entropy)
+                .then(|| crate::noise(queue, p.rows as usize, DType::F32, 2 * seed + 2)),
             gradient: (p.gradient == Gradient::Separate).then(|| queue.empty(bytes)),
             stats: queue.empty(4 * STATS * p.rows as usize),
         }
@@ -346,6 +360,7 @@ impl Kernel for CrossEntropy {
             }
             Gradient::InPlace => (&operands.weights, &operands.logits),
         };
+        let entropy_weights = operands.entropy_weights.as_ref().unwrap_or(&operands.weights);
         // SAFETY: the lengths follow from the problem, and the kernel accesses whole rows below `rows`.
         unsafe {
             launch!(
@@ -358,6 +373,7 @@ impl Kernel for CrossEntropy {
                 BufferArg::from_raw_parts(logits.clone(), matrix),
                 BufferArg::from_raw_parts(operands.targets.clone(), rows),
                 BufferArg::from_raw_parts(operands.weights.clone(), rows),
+                BufferArg::from_raw_parts(entropy_weights.clone(), rows),
                 BufferArg::from_raw_parts(gradient.clone(), matrix),
                 BufferArg::from_raw_parts(operands.stats.clone(), STATS * rows),
                 SizesLaunch::new(p.rows, p.vocab, p.stride / vector as u32),
@@ -382,6 +398,7 @@ struct Plan {
     staged: u32,
     gradient: Gradient,
     softcap: bool,
+    entropy: bool,
     /// True if the last vector of a row has fewer logits than elements.
     ragged: bool,
     /// True if powers of 2 use the `ex2` instruction.
@@ -398,6 +415,7 @@ impl Plan {
             staged: c.staged,
             gradient: p.gradient,
             softcap: p.softcap.is_some(),
+            entropy: p.entropy,
             ragged: !p.vocab.is_multiple_of(p.vector(arch)),
             ptx: arch.inline_ptx(),
             rounds: by_hand(arch, p.dtype),

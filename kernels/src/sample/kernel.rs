@@ -79,6 +79,8 @@ pub(super) fn sample_rows<N: Size>(
         plan,
     );
     let mut token = 0u32.runtime();
+    // Sum of the weights that the token was drawn from; that of the likeliest token alone is 1.
+    let mut total = 1.0f32.runtime();
 
     // A row is invalid if it has NaN, or an infinity instead of a finite maximum.
     let finite = nan == 0.0 && top > hidden && top < -hidden && top_logit < -hidden;
@@ -153,12 +155,15 @@ pub(super) fn sample_rows<N: Size>(
             // always kept.
             least = min(max(least, choices[choice + 3]), ONE);
             let uniform = f32::reinterpret(choices[choice + 5]);
-            token = draw(&*weights, row_weights, groups, least, uniform, plan);
+            let drawn = draw(&*weights, row_weights, groups, least, uniform, plan);
+            token = drawn.token;
+            total = drawn.total;
         }
     }
     if UNIT_POS == 0 {
         let to = row as usize * comptime!(RESULT);
         let mut logprob = 0.0f32.runtime();
+        let mut drawn_logprob = 0.0f32.runtime();
         if finite {
             let four = logits_of(logits, &*seen, row, token / 4, vocab, hidden, masked);
             let mut logit = four[0];
@@ -167,12 +172,18 @@ pub(super) fn sample_rows<N: Size>(
                 logit = select(token % 4 == e, four[comptime!(e as usize)], logit);
             }
             logprob = logit - top_logit - total_exp.ln();
+            if temperature > 0.0 {
+                let bits = seen_of(&*seen, row_seen, token / 4, penalty);
+                let score = punished(logit, (bits >> (token % 4)) & 1, penalty);
+                drawn_logprob = (score - top) / temperature - total.ln();
+            }
             let word = (row_seen + token / 32) as usize;
             seen[word] |= 1u32 << (token % 32);
         }
         out[to] = f32::cast_from(token);
         out[to + 1] = logprob;
-        out[to + 2] = select(finite, 0.0f32, 1.0f32);
+        out[to + 2] = drawn_logprob;
+        out[to + 3] = select(finite, 0.0f32, 1.0f32);
     }
 }
 
@@ -349,6 +360,13 @@ fn search(
     min(found, ONE)
 }
 
+/// A token, and the sum of the weights that it was drawn from.
+#[derive(CubeType)]
+struct Drawn {
+    token: u32,
+    total: f32,
+}
+
 /// Returns the token at which the running sum, column by column, first exceeds `uniform` of the total. Only
 /// weights whose bits are at least `least` count.
 #[cube]
@@ -359,11 +377,11 @@ fn draw(
     least: u32,
     uniform: f32,
     #[comptime] plan: RowPlan,
-) -> u32 {
+) -> Drawn {
     let units = comptime!(plan.units);
     let mut columns = Shared::<[f32]>::new_slice(comptime!(COLUMNS as usize));
     let mut blocks = Shared::<[f32]>::new_slice(32usize);
-    let mut found = Shared::<[u32]>::new_slice(2usize);
+    let mut found = Shared::<[u32]>::new_slice(3usize);
     let mut column = UNIT_POS;
     while column < COLUMNS {
         let mut sum = 0.0f32.runtime();
@@ -426,6 +444,7 @@ fn draw(
         }
         found[0] = column;
         found[1] = u32::reinterpret(mark - column_before);
+        found[2] = u32::reinterpret(total);
     }
     sync_cube();
     let column = found[0];
@@ -453,5 +472,5 @@ fn draw(
         found[0] = token;
     }
     sync_cube();
-    found[0]
+    Drawn { token: found[0], total: f32::reinterpret(found[2]) }
 }

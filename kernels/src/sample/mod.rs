@@ -1,4 +1,4 @@
-//! Samples a token from logits: token[r], ln softmax(logits[r])[token[r]]    logits: `[rows, vocab]`, f32
+//! Samples a token from logits: token[r], ln softmax(logits[r])[token[r]], ln(w[token] / Σ w)    logits: `[rows, vocab]`, f32
 //!
 //! ```text
 //!   s = logits; for seen tokens, divided by the penalty if above 0, else multiplied by it
@@ -144,8 +144,9 @@ impl Choice {
     }
 }
 
-/// f32 a row in the result: the token, its log-probability, and 1 if the row has no token.
-pub const RESULT: usize = 3;
+/// f32 a row in the result: the token, ln softmax(logits)\[token\], its log-probability in the distribution that it was drawn
+/// from, and 1 if the row has no token.
+pub const RESULT: usize = 4;
 
 /// Launch shape of a sampler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -4,9 +4,10 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use ops::Packing;
 use ops::training::{IGNORED, RowSegments};
 
+use super::backward::{Objective, OnDevice};
 use super::memory::tables;
 use super::{Decoder, rounded};
-use crate::Error;
+use crate::{Error, Policy};
 
 /// A training sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +31,61 @@ impl Example {
     }
 }
 
+/// Sequences that learn together, and their loss: -ln p of the learned tokens, or that of a policy.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct MicroBatch {
+    /// The sequences.
+    pub examples: Vec<Example>,
+    /// Their loss, unless it is -ln p of the learned tokens.
+    pub policy: Option<Policy>,
+}
+
+impl From<Vec<Example>> for MicroBatch {
+    fn from(examples: Vec<Example>) -> Self {
+        Self { examples, policy: None }
+    }
+}
+
+/// A borrowed [`MicroBatch`], or sequences whose tokens are measured: no loss has a gradient.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    examples: &'a [Example],
+    asked: Asked<'a>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Asked<'a> {
+    Likelihood,
+    Measured { temperature: f64 },
+    Policy(&'a Policy),
+}
+
+impl<'a> Batch<'a> {
+    /// Asks for ln p and entropy of each learned token, of the logits divided by `temperature`.
+    pub const fn measured(examples: &'a [Example], temperature: f64) -> Self {
+        Self { examples, asked: Asked::Measured { temperature } }
+    }
+}
+
+impl<'a> From<&'a MicroBatch> for Batch<'a> {
+    fn from(batch: &'a MicroBatch) -> Self {
+        let asked = batch.policy.as_ref().map_or(Asked::Likelihood, Asked::Policy);
+        Self { examples: &batch.examples, asked }
+    }
+}
+
+impl<'a> From<&'a [Example]> for Batch<'a> {
+    fn from(examples: &'a [Example]) -> Self {
+        Self { examples, asked: Asked::Likelihood }
+    }
+}
+
+impl<'a> From<&'a Vec<Example>> for Batch<'a> {
+    fn from(examples: &'a Vec<Example>) -> Self {
+        Self::from(&examples[..])
+    }
+}
+
 /// A batch on the device: all tokens of each sequence but the last, which is only a target. Sequences of different lengths are
 /// packed one after the other, without padding.
 pub(super) struct TrainBatch {
@@ -49,6 +105,7 @@ pub(super) struct TrainBatch {
     pub(super) targets: Tensor<1, Int>,
     /// Number of learned tokens.
     pub(super) count: usize,
+    pub(super) objective: Objective,
     /// One table `[seq, dim]` per rope.
     pub(super) tables: Vec<Tensor<2>>,
 }
@@ -73,8 +130,17 @@ impl TrainBatch {
     /// Uploads a batch.
     ///
     /// # Errors
-    /// [`Error::NothingToLearn`], [`Error::Context`], [`Error::Token`].
-    pub(super) fn new(decoder: &Decoder, batch: &[Example]) -> Result<Self, Error> {
+    /// [`Error::NothingToLearn`], [`Error::Context`], [`Error::Token`], [`Error::PolicyLength`].
+    pub(super) fn new(decoder: &Decoder, of: Batch<'_>) -> Result<Self, Error> {
+        let (device, batch) = (decoder.device(), of.examples);
+        let objective = match of.asked {
+            Asked::Likelihood => Objective::Likelihood,
+            Asked::Measured { temperature } => Objective::Measured { temperature },
+            Asked::Policy(policy) => {
+                let rows = policy.rows(batch)?;
+                Objective::Policy(Box::new(OnDevice::new(policy.rule, rows, device)))
+            }
+        };
         let config = decoder.config();
         let seq = batch.iter().map(Example::rows).max().unwrap_or(0);
         let count: usize = batch.iter().map(Example::learned).sum();
@@ -100,15 +166,18 @@ impl TrainBatch {
         let apart = batch.iter().any(|own| own.rows() != seq);
         let packing = apart.then(|| Packing::new(&offsets, &offsets)).transpose()?;
         let shape = if apart { [1, tokens.len()] } else { [batch.len(), seq] };
-        // Selecting the rows costs a copy of them, and saves the logits of the others.
-        let few = count < tokens.len() / 8 * 7;
+        // Selecting the rows costs a copy of them, and saves the logits of the others. Numbers of tokens are those of learned ones
+        // alone.
+        let few = match objective {
+            Objective::Likelihood => count < tokens.len() / 8 * 7,
+            _ => count < tokens.len(),
+        };
         let rows = few.then(|| {
             let learned = |row: &u32| targets[*row as usize] != IGNORED;
             let rows: Vec<u32> = (0..targets.len() as u32).filter(learned).collect();
             targets.retain(|target| *target != IGNORED);
             rows
         });
-        let device = decoder.device();
         let list = |words: &[u32]| {
             let words: Vec<i32> = words.iter().map(|word| word.cast_signed()).collect();
             let len = words.len();
@@ -123,6 +192,7 @@ impl TrainBatch {
             targets: list(&targets),
             looked_up: LookedUp { tokens, positions },
             count,
+            objective,
             // Frequencies that depend on the length count the last token, as in transformers.
             tables: tables(config, seq + 1, seq, device),
         })

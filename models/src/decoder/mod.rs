@@ -41,8 +41,8 @@ use ops::{
 };
 
 use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
-pub use backward::{Activations, Gradients, Parking, Recompute, Trained};
-pub use batch::Example;
+pub use backward::{Activations, Gradients, Loss, Parking, Recompute, TokenStats, Trained};
+pub use batch::{Batch, Example, MicroBatch};
 pub use cache::KvCache;
 pub(crate) use cells::dequantized_bytes;
 use cells::{SoFar, dequantized, rearranged};

@@ -374,9 +374,9 @@ fn channels_last(values: &[f32], channels: usize, pixels: usize) -> Vec<f32> {
     let mut out = vec![0.0; values.len()];
     let samples = values.chunks(channels * pixels).zip(out.chunks_mut(channels * pixels));
     for (from, to) in samples {
-        for (p, pixel) in to.chunks_mut(channels).enumerate() {
-            for (c, value) in pixel.iter_mut().enumerate() {
-                *value = from[c * pixels + p];
+        for (c, plane) in from.chunks(pixels).enumerate() {
+            for (value, own) in to[c..].iter_mut().step_by(channels).zip(plane) {
+                *value = *own;
             }
         }
     }

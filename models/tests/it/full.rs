@@ -7,8 +7,8 @@ use checkpoint::Checkpoint;
 use models::export::{read_buffers, write_buffers};
 use models::{
     Activations, AdamWOptions, Decoder, Example, FlatWeights, Gradients, HostWeights, KvFormat,
-    LossScale, Master, ModelPrecision, MuonOptions, Offload, Optimizer, Param, Parameters, Parking,
-    Recompute, Side, Trained, Training, Trains, Weights, Workload,
+    LossScale, Master, MicroBatch, ModelPrecision, MuonOptions, Offload, Optimizer, Param,
+    Parameters, Parking, Recompute, Side, Trained, Training, Trains, Weights, Workload,
 };
 use ops::training::{Link, Moments, link};
 use ops::{Ctx, MemoryProfile};
@@ -20,16 +20,16 @@ use crate::{fixture, open};
 const FULL: [&str; 8] = ["gemma2", "gemma3", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3"];
 
 /// A model to train on the CPU in f32.
-struct Model {
+pub(crate) struct Model {
     weights: Weights,
-    parameters: Arc<Parameters>,
-    flat: FlatWeights,
-    decoder: Decoder,
-    gradients: Gradients,
+    pub(crate) parameters: Arc<Parameters>,
+    pub(crate) flat: FlatWeights,
+    pub(crate) decoder: Decoder,
+    pub(crate) gradients: Gradients,
 }
 
 impl Model {
-    fn open(name: &str) -> Self {
+    pub(crate) fn open(name: &str) -> Self {
         let (weights, device) = (open(name), Device::cpu());
         let parameters = Arc::new(Parameters::new(weights.config()));
         let f32 = FloatDType::F32;
@@ -49,11 +49,11 @@ impl Model {
     fn learn_in(&self, batch: &[Example], weight: f64, activations: &Activations) -> f64 {
         let one = Tensor::<1>::from_data(TensorData::new(vec![1.0f32], [1]), &Device::cpu());
         let scale = (weight, one);
-        let (loss, _) = self
+        let loss = self
             .decoder
             .add_gradients(Trained::Weights(&self.flat), &self.gradients, batch, scale, activations)
             .expect("a batch");
-        f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0])
+        f64::from(loss.sum.into_data().try_to_vec::<f32>().expect("f32")[0])
     }
 
     fn optimizer(
@@ -72,7 +72,7 @@ impl Model {
         values.try_to_vec::<f32>().expect("f32").into_iter().map(f32::to_bits).collect()
     }
 
-    fn sums(&self) -> Vec<f32> {
+    pub(crate) fn sums(&self) -> Vec<f32> {
         self.gradients.sums().clone().into_data().try_to_vec().expect("f32")
     }
 
@@ -105,7 +105,7 @@ impl Model {
 }
 
 /// Largest difference, as a share of the largest magnitude.
-fn largest(have: &[f32], want: &[f32]) -> f64 {
+pub(crate) fn largest(have: &[f32], want: &[f32]) -> f64 {
     // In the total order a NaN is above all numbers.
     let max = |values: &mut dyn Iterator<Item = f32>| {
         values.map(f32::abs).max_by(f32::total_cmp).unwrap_or(0.0)
@@ -425,12 +425,16 @@ fn steps_by_layer_are_those_by_micro_batch() {
                     model.optimizer(Master::Absent, options, Some((&link, offload)));
                 let parking = Parking::new(offload.inputs.then(|| link.clone()), &device);
                 gradients.clear(&ctx).expect("it has kernels");
-                let (loss, _) = model
+                let whole: Vec<MicroBatch> = parts.iter().cloned().map(MicroBatch::from).collect();
+                let losses = model
                     .decoder
-                    .add_gradients_by_layer(trained, &gradients, &parts, scale(), &parking, &always)
+                    .add_gradients_by_layer(trained, &gradients, &whole, scale(), &parking, &always)
                     .expect("a step")
                     .expect("nothing stops it");
-                let loss = f64::from(loss.into_data().try_to_vec::<f32>().expect("f32")[0]);
+                let number = |sum: Tensor<1>| {
+                    f64::from(sum.into_data().try_to_vec::<f32>().expect("f32")[0])
+                };
+                let loss: f64 = losses.into_iter().map(|loss| number(loss.sum)).sum();
                 assert!(
                     (loss - want).abs() <= 1e-6 * want,
                     "{name} {offload:?}: {loss} for {want}"

@@ -6,6 +6,7 @@ mod full;
 mod golden;
 mod lora;
 mod names;
+mod policy;
 mod rehearsal;
 mod rope;
 mod unet;

@@ -1,7 +1,6 @@
 //! Samples the next tokens from rows of logits.
 //!
-//! Logits stay on the device. Each step uploads a few words per row, and downloads a token, its log probability and a
-//! flag.
+//! Logits stay on the device. Each step uploads a few words per row, and downloads a token, two log probabilities and a flag.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use ops::{Ctx, OpError};
@@ -62,9 +61,9 @@ impl Sampler {
             ops::sample(ctx, logits, choices, self.seen.clone()).map_err(models::Error::from)?;
         let rows = engine.on_host(made)?;
         engine.note_memory();
-        let rows = rows.as_chunks::<3>().0.iter().zip(places);
-        rows.map(|([id, logprob, none], place)| match *none == 0.0 {
-            true => Ok(Token { id: *id as u32, logprob: *logprob }),
+        let rows = rows.as_chunks::<4>().0.iter().zip(places);
+        rows.map(|([id, logprob, drawn, none], place)| match *none == 0.0 {
+            true => Ok(Token { id: *id as u32, logprob: *logprob, drawn_logprob: *drawn }),
             false => Err(GenerateError::NotFinite { position: place.position }),
         })
         .collect()

@@ -55,6 +55,9 @@ pub struct Token {
     pub id: u32,
     /// Natural log of the probability: ln softmax(logits)\[id\], before any setting of [`Sampling`] applies.
     pub logprob: f32,
+    /// Natural log of the probability in the distribution that it was drawn from: after temperature, filters and penalty. 0 for
+    /// the most likely token at temperature 0.
+    pub drawn_logprob: f32,
 }
 
 impl Sampling {

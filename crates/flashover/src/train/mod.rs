@@ -17,8 +17,8 @@ use std::sync::Arc;
 
 use burn::tensor::{FloatDType, Tensor};
 use models::{
-    Activations, FlatAdapter, FlatWeights, Footprint, Gradients, LossScale, Master, Optimizer,
-    Parking, Trained, Workload,
+    Activations, FlatAdapter, FlatWeights, Footprint, Gradients, Loss, LossScale, Master,
+    MicroBatch, Optimizer, Parking, TokenStats, Trained, Workload,
 };
 use ops::training::{Control, Link};
 use serde::Serialize;
@@ -374,48 +374,69 @@ impl Trainer {
         micro_batches: impl Iterator<Item = Result<Vec<Example>, DatasetError>> + Clone,
         goes_on: impl Fn() -> bool,
     ) -> Result<Option<StepMetrics>, TrainError> {
+        let micro_batches = micro_batches.map(|batch| batch.map(MicroBatch::from));
+        let made = self.learn(micro_batches, goes_on)?;
+        Ok(made.map(|(metrics, _)| metrics))
+    }
+
+    /// Takes a step on the sum of the losses of micro-batches that have policies, or on the mean loss of others. Also returns the
+    /// numbers of the tokens of each micro-batch with a policy.
+    pub(crate) fn learn(
+        &mut self,
+        micro_batches: impl Iterator<Item = Result<MicroBatch, DatasetError>> + Clone,
+        goes_on: impl Fn() -> bool,
+    ) -> Result<Option<(StepMetrics, Vec<TokenStats>)>, TrainError> {
         let _first = trace::first(|| "train step");
         let _step = trace::span(|| format!("train step {}", self.done + 1));
         self.engine.note_memory();
-        let mut size = StepSize::default();
+        let (mut size, mut weighted) = (StepSize::default(), false);
         for batch in micro_batches.clone() {
             if !goes_on() {
                 return Ok(None);
             }
-            size.add(&batch?);
+            let batch = batch?;
+            weighted |= batch.policy.is_some();
+            size.add(&batch.examples);
         }
         self.reserve(&self.workload(&size))?;
         let State { adapter, gradients, optimizer, parking } =
             self.state.as_mut().expect("just reserved");
         let (decoder, tokens) = (self.engine.decoder(), size.tokens);
         let trained = trained(&self.subject, adapter.as_ref());
-        let (weight, scale) = (1.0 / tokens.max(1) as f64, optimizer.scale());
+        // Policies have the weights of their tokens.
+        let mean = if weighted { 1.0 } else { 1.0 / tokens.max(1) as f64 };
+        let scale = optimizer.scale();
         gradients.clear(decoder.ctx())?;
         let offload = self.training.offload;
         // Each group passes through the model together.
         let at_once = if offload.gradients { usize::MAX } else { 1 };
         let (mut rest, mut sum) = (micro_batches.peekable(), None::<Tensor<1>>);
+        let mut stats = Vec::new();
         while rest.peek().is_some() {
             if !goes_on() {
                 return Ok(None);
             }
-            let weight = (weight, scale.clone());
-            let loss = if offload.by_layer() {
+            let weight = (mean, scale.clone());
+            let losses = if offload.by_layer() {
                 let group = rest.by_ref().take(at_once).collect::<Result<Vec<_>, _>>()?;
                 let own = decoder.add_gradients_by_layer(
                     trained, gradients, &group, weight, parking, &goes_on,
                 )?;
-                let Some((loss, _)) = own else { return Ok(None) };
-                loss
+                let Some(losses) = own else { return Ok(None) };
+                losses
             } else {
                 let batch = rest.next().expect("just seen")?;
-                decoder.add_gradients(trained, gradients, &batch, weight, &self.activations)?.0
+                let activations = &self.activations;
+                vec![decoder.add_gradients(trained, gradients, &batch, weight, activations)?]
             };
             let _stream_guard = ops::stream_guard();
-            sum = Some(match sum {
-                None => loss,
-                Some(sum) => sum + loss,
-            });
+            for Loss { sum: loss, stats: own, .. } in losses {
+                stats.extend(own);
+                sum = Some(match sum {
+                    None => loss,
+                    Some(sum) => sum + loss,
+                });
+            }
             self.engine.note_memory();
         }
         let Some(loss) = sum else { return Err(models::Error::NothingToLearn.into()) };
@@ -426,7 +447,7 @@ impl Trainer {
         }
         let control = optimizer.control().clone();
         let (loss, control) = self.read(control, loss)?;
-        let (loss, gradient) = (loss / tokens as f64, f64::from(control.norm));
+        let (loss, gradient) = (loss * mean, f64::from(control.norm));
         let skipped = control.finite == 0.0;
         let [model_flops, device_flops] = self.flops(size.rows, size.scores);
         let metrics = StepMetrics {
@@ -441,7 +462,7 @@ impl Trainer {
         };
         // Below a scale of 1 the gradients themselves are not finite.
         if skipped && decoder.dtype() == FloatDType::F16 && control.scale >= 1.0 {
-            return Ok(Some(metrics));
+            return Ok(Some((metrics, stats)));
         }
         if skipped {
             return Err(TrainError::Diverged { step });
@@ -451,7 +472,7 @@ impl Trainer {
             return Err(TrainError::Diverged { step });
         }
         self.engine.note_memory();
-        Ok(Some(metrics))
+        Ok(Some((metrics, stats)))
     }
 
     /// Returns the loss and the state of the optimizer.
@@ -477,8 +498,8 @@ impl Trainer {
         self.reserve(&self.workload(&size))?;
         let state = self.state.as_ref().expect("just reserved");
         let trained = trained(&self.subject, state.adapter.as_ref());
-        let (loss, tokens) = self.engine.decoder().loss_of(trained, batch)?;
-        let loss = self.engine.on_host(loss.reshape([1, 1]))?;
+        let Loss { sum, tokens, .. } = self.engine.decoder().loss_of(Some(trained), batch)?;
+        let loss = self.engine.on_host(sum.reshape([1, 1]))?;
         Ok((f64::from(loss[0]) / tokens as f64, tokens))
     }
 

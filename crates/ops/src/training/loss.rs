@@ -25,7 +25,7 @@ pub struct LossOptions {
 /// Loss, log-probability of the target, entropy and log-sum-exp of each row, each `[rows]` in f32.
 #[derive(Debug, Clone)]
 pub struct LossStats {
-    /// -weight · ln p(target)
+    /// -weight · ln p(target) - entropy weight · entropy
     pub loss: Tensor<1>,
     /// ln p(target)
     pub log_probability: Tensor<1>,
@@ -35,11 +35,12 @@ pub struct LossStats {
     pub log_sum_exp: Tensor<1>,
 }
 
-/// Computes `loss[r] = -weights[r] · ln softmax(logits[r])[targets[r]]`. If asked, overwrites the logits **in place** with the
+/// Computes `loss[r] = -weights[r] · ln softmax(logits[r])[targets[r]] - entropy_weights[r] · entropy(softmax(logits[r]))`. If asked, overwrites the logits **in place** with the
 /// gradient of the losses' sum; its padding is 0. A row whose target is [`IGNORED`](super::IGNORED) has loss and gradient 0.
 ///
 /// # Shapes
-/// logits `[rows, stride]`, dense, with at least `vocab` columns; targets `[rows]`, I32 or U32; weights `[rows]` in f32.
+/// logits `[rows, stride]`, dense, with at least `vocab` columns; targets `[rows]`, I32 or U32; weights and entropy weights `[rows]` in
+/// f32.
 ///
 /// # Errors
 /// [`OpError::Shape`], [`OpError::DType`], [`OpError::Apart`], [`OpError::CrossEntropy`] for invalid operands;
@@ -49,13 +50,19 @@ pub fn cross_entropy(
     logits: &Tensor<2>,
     targets: Tensor<1, Int>,
     weights: Tensor<1>,
+    entropy_weights: Option<Tensor<1>>,
     options: LossOptions,
 ) -> Result<LossStats, OpError> {
     let LossOptions { vocab, softcap, temperature, gradient } = options;
     let [rows, stride] = logits.dims();
     same_shape("targets", &targets.dims(), &[rows])?;
-    same_shape("weights", &weights.dims(), &[rows])?;
-    same_dtype("weights", weights.dtype(), DType::F32)?;
+    for (what, weights) in
+        [("weights", Some(&weights)), ("entropy weights", entropy_weights.as_ref())]
+    {
+        let Some(weights) = weights else { continue };
+        same_shape(what, &weights.dims(), &[rows])?;
+        same_dtype(what, weights.dtype(), DType::F32)?;
+    }
     let problem = CrossEntropyProblem {
         rows: size_of(rows)?,
         vocab: size_of(vocab)?,
@@ -64,6 +71,7 @@ pub fn cross_entropy(
         softcap,
         temperature,
         gradient: if gradient { Gradient::InPlace } else { Gradient::None },
+        entropy: entropy_weights.is_some(),
     }
     .checked()?;
     let logits = written("the logits", logits, &[rows, stride], logits.dtype())?;
@@ -72,6 +80,7 @@ pub fn cross_entropy(
         logits: logits.handle.clone(),
         targets: dense(as_int32(targets))?.handle,
         weights: dense(weights)?.handle,
+        entropy_weights: entropy_weights.map(dense).transpose()?.map(|own| own.handle),
         gradient: None,
         stats: stats.handle.clone(),
     };

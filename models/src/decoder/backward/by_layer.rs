@@ -23,10 +23,10 @@ use burn::tensor::Tensor;
 
 use super::layer::Kept;
 use super::parking::{Parked, Parking};
-use super::{Gradients, Learns, Pass, TrainBatch, Trained};
-use crate::decoder::Decoder;
+use super::{Gradients, Learns, Loss, Pass, TrainBatch, Trained};
+use crate::decoder::{Decoder, MicroBatch};
 use crate::parameters::Piece;
-use crate::{Error, Example, Recompute};
+use crate::{Error, Recompute};
 
 /// The micro-batches of a step.
 struct Step<'a> {
@@ -131,8 +131,8 @@ impl Step<'_> {
 
 impl Decoder {
     /// Adds the gradients of several micro-batches like [`Decoder::add_gradients`], layer by layer. It recomputes layers, and inputs
-    /// of layers wait in `parking`. Returns the sum of the losses, and the number of learned tokens; none once `goes_on` returns
-    /// false, which leaves the gradients incomplete.
+    /// of layers wait in `parking`. Returns the loss of each; none once `goes_on` returns false, which leaves the gradients
+    /// incomplete.
     ///
     /// # Errors
     /// The errors of [`Decoder::add_gradients`].
@@ -140,13 +140,13 @@ impl Decoder {
         &self,
         trained: Trained<'_>,
         gradients: &Gradients,
-        micro_batches: &[Vec<Example>],
+        micro_batches: &[MicroBatch],
         (weight, scale): (f64, Tensor<1>),
         parking: &Parking,
         goes_on: &dyn Fn() -> bool,
-    ) -> Result<Option<(Tensor<1>, usize)>, Error> {
+    ) -> Result<Option<Vec<Loss>>, Error> {
         let _stream_guard = ops::stream_guard();
-        let batches = micro_batches.iter().map(|batch| TrainBatch::new(self, batch));
+        let batches = micro_batches.iter().map(|batch| TrainBatch::new(self, batch.into()));
         let batches = batches.collect::<Result<Vec<_>, _>>()?;
         if batches.is_empty() {
             return Err(Error::NothingToLearn);
@@ -170,13 +170,12 @@ impl Decoder {
             }
         }
         let tied = self.config.tie_embeddings;
-        let losses = std::cell::RefCell::new(None::<Tensor<1>>);
+        let losses = std::cell::RefCell::new(Vec::new());
         let piece = if tied { Piece::Tables } else { Piece::Head };
         let dx = step.adding(piece, !tied, || {
             step.each(x, |pass, x| {
                 let (loss, dx) = pass.loss(x, Some((weight, scale.clone())))?;
-                let sum = losses.take();
-                losses.replace(Some(sum.map_or(loss.clone(), |sum| sum + loss)));
+                losses.borrow_mut().push(loss);
                 Ok(dx.expect("it is asked for"))
             })
         })?;
@@ -199,7 +198,6 @@ impl Decoder {
             };
             step.adding(Piece::Tables, true, run)?;
         }
-        let count = batches.iter().map(|batch| batch.count).sum();
-        Ok(losses.into_inner().map(|loss| (loss, count)))
+        Ok(Some(losses.into_inner()))
     }
 }

@@ -85,7 +85,7 @@ impl Pass<'_> {
     /// Returns the weights of a layer, with its factors if an adapter is trained.
     pub(super) fn weights(&self, index: usize) -> &Layer {
         match self.learns {
-            Learns::Weights(_) => &self.decoder.layers[index],
+            Learns::Weights(_) | Learns::Nothing => &self.decoder.layers[index],
             Learns::Factors(factors) => factors.layer(index),
         }
     }
@@ -215,7 +215,7 @@ impl Pass<'_> {
             (Learns::Factors(factors), Some(low)) => {
                 factors.add((dout, low), x, slot, gradients.sums())
             }
-            (Learns::Factors(_), None) => Ok(()),
+            (Learns::Factors(_), None) | (Learns::Nothing, _) => Ok(()),
         }
     }
 

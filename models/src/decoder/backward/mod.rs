@@ -25,6 +25,7 @@ mod gradients;
 mod layer;
 mod loss;
 mod parking;
+mod policy;
 
 use std::ops::Range;
 
@@ -32,18 +33,20 @@ use burn::tensor::{Device, Tensor};
 use ops::Arena;
 use ops::training::embed_backward;
 
-use super::batch::TrainBatch;
+use super::batch::{Batch, TrainBatch};
 use super::flat::FlatWeights;
 use super::flat_adapter::FlatAdapter;
 use super::{Decoder, rounded};
 use crate::names::Slot;
 use crate::parameters::Group;
-use crate::{Error, Example, Footprint, Parameters};
+use crate::{Error, Footprint, Parameters};
 use factors::Factors;
 use layer::Kept;
 
 pub use gradients::Gradients;
+pub use loss::{Loss, TokenStats};
 pub use parking::Parking;
+pub(super) use policy::{Objective, OnDevice};
 
 /// Activations that the backward pass recomputes instead of keeping them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -138,6 +141,8 @@ enum Learns<'a> {
     Weights(&'a FlatWeights),
     /// The factors of an adapter.
     Factors(Box<Factors<'a>>),
+    /// None: the loss alone is computed, of the decoder as it is.
+    Nothing,
 }
 
 impl<'a> Learns<'a> {
@@ -153,6 +158,7 @@ impl<'a> Learns<'a> {
         match self {
             Self::Weights(_) => 0,
             Self::Factors(factors) => factors.lowest(),
+            Self::Nothing => usize::MAX,
         }
     }
 }
@@ -213,22 +219,22 @@ impl Pass<'_> {
 
 impl Decoder {
     /// Adds the gradient of `weight` · loss to `gradients`, where the loss is the sum of -ln p over the learned tokens of the
-    /// batch. Returns the loss `[1]` in f32, and the number of learned tokens. `scale` `[1]` is a further factor, on the device.
+    /// batch, or that of its policy. `scale` `[1]` is a further factor, on the device.
     ///
     /// # Errors
     /// [`Error::NothingToLearn`] for a batch without target tokens or with an empty sequence. [`Error::Token`].
-    /// [`Error::Context`] for a sequence longer than the context length of the model. [`Error::Op`].
-    pub fn add_gradients(
+    /// [`Error::Context`] for a sequence longer than the context length of the model. [`Error::PolicyLength`]. [`Error::Op`].
+    pub fn add_gradients<'a>(
         &self,
         trained: Trained<'_>,
         gradients: &Gradients,
-        batch: &[Example],
+        batch: impl Into<Batch<'a>>,
         (weight, scale): (f64, Tensor<1>),
         activations: &Activations,
-    ) -> Result<(Tensor<1>, usize), Error> {
+    ) -> Result<Loss, Error> {
         let _stream_guard = ops::stream_guard();
         activations.arenas.iter().for_each(Arena::clear);
-        let batch = &TrainBatch::new(self, batch)?;
+        let batch = &TrainBatch::new(self, batch.into())?;
         let learns = Learns::new(self, trained)?;
         let lowest = learns.lowest();
         let pass = Pass { decoder: self, batch, learns: &learns, gradients: Some(gradients) };
@@ -238,7 +244,7 @@ impl Decoder {
         if let (Trained::Weights(flat), Some(dx)) = (trained, dx) {
             self.add_tables(flat.parameters(), gradients, batch, dx)?;
         }
-        Ok((loss, batch.count))
+        Ok(loss)
     }
 
     /// Adds the gradients of the embedding, and of positions, given that of the first layer's input.
@@ -260,21 +266,21 @@ impl Decoder {
         Ok(embed_backward(ctx, dx, &looked_up.tokens(&self.device), &table, scale)?)
     }
 
-    /// Computes the sum of -ln p over the learned tokens of a batch, `[1]` in f32, and the number of these tokens.
+    /// Computes the loss of a batch. Without `trained`, it is that of the decoder itself, as it was loaded.
     ///
     /// # Errors
     /// The errors of [`Decoder::add_gradients`].
-    pub fn loss_of(
+    pub fn loss_of<'a>(
         &self,
-        trained: Trained<'_>,
-        batch: &[Example],
-    ) -> Result<(Tensor<1>, usize), Error> {
+        trained: Option<Trained<'_>>,
+        batch: impl Into<Batch<'a>>,
+    ) -> Result<Loss, Error> {
         let _stream_guard = ops::stream_guard();
-        let batch = &TrainBatch::new(self, batch)?;
-        let learns = Learns::new(self, trained)?;
+        let batch = &TrainBatch::new(self, batch.into())?;
+        let learns = trained.map_or(Ok(Learns::Nothing), |own| Learns::new(self, own))?;
         let pass = Pass { decoder: self, batch, learns: &learns, gradients: None };
         let (x, _) = pass.through_layers(self.layers.len(), &Recompute::Layers.into())?;
-        Ok((pass.loss(x, None)?.0, batch.count))
+        Ok(pass.loss(x, None)?.0)
     }
 
     /// Records memory use in a trace.
