@@ -33,6 +33,12 @@ pub(super) fn sample_rows<N: Size>(
     let row_seen = row * vocab.div_ceil(32);
     let row_weights = (row * groups) as usize;
     let mut shared = Shared::<[f32]>::new_slice(comptime!((PIVOTS * units) as usize));
+    // Of the drawn token: its id, its weight and the sum of weights. The likeliest token has the share 1.
+    let mut found = Shared::<[u32]>::new_slice(3usize);
+    if UNIT_POS == 0 {
+        found[1] = ONE;
+        found[2] = ONE;
+    }
 
     // Find the largest logit, and the first of the largest scores.
     let mut top_logit = hidden;
@@ -79,8 +85,6 @@ pub(super) fn sample_rows<N: Size>(
         plan,
     );
     let mut token = 0u32.runtime();
-    // Sum of the weights that the token was drawn from; that of the likeliest token alone is 1.
-    let mut total = 1.0f32.runtime();
 
     // A row is invalid if it has NaN, or an infinity instead of a finite maximum.
     let finite = nan == 0.0 && top > hidden && top < -hidden && top_logit < -hidden;
@@ -155,15 +159,12 @@ pub(super) fn sample_rows<N: Size>(
             // always kept.
             least = min(max(least, choices[choice + 3]), ONE);
             let uniform = f32::reinterpret(choices[choice + 5]);
-            let drawn = draw(&*weights, row_weights, groups, least, uniform, plan);
-            token = drawn.token;
-            total = drawn.total;
+            token = draw(&*weights, row_weights, groups, least, uniform, &mut found, plan);
         }
     }
     if UNIT_POS == 0 {
         let to = row as usize * comptime!(RESULT);
         let mut logprob = 0.0f32.runtime();
-        let mut drawn_logprob = 0.0f32.runtime();
         if finite {
             let four = logits_of(logits, &*seen, row, token / 4, vocab, hidden, masked);
             let mut logit = four[0];
@@ -172,17 +173,13 @@ pub(super) fn sample_rows<N: Size>(
                 logit = select(token % 4 == e, four[comptime!(e as usize)], logit);
             }
             logprob = logit - top_logit - total_exp.ln();
-            if temperature > 0.0 {
-                let bits = seen_of(&*seen, row_seen, token / 4, penalty);
-                let score = punished(logit, (bits >> (token % 4)) & 1, penalty);
-                drawn_logprob = (score - top) / temperature - total.ln();
-            }
             let word = (row_seen + token / 32) as usize;
             seen[word] |= 1u32 << (token % 32);
         }
         out[to] = f32::cast_from(token);
         out[to + 1] = logprob;
-        out[to + 2] = drawn_logprob;
+        let share = f32::reinterpret(found[1]) / f32::reinterpret(found[2]);
+        out[to + 2] = share.ln();
         out[to + 3] = select(finite, 0.0f32, 1.0f32);
     }
 }
@@ -360,15 +357,8 @@ fn search(
     min(found, ONE)
 }
 
-/// A token, and the sum of the weights that it was drawn from.
-#[derive(CubeType)]
-struct Drawn {
-    token: u32,
-    total: f32,
-}
-
 /// Returns the token at which the running sum, column by column, first exceeds `uniform` of the total. Only
-/// weights whose bits are at least `least` count.
+/// weights whose bits are at least `least` count. Leaves the token, its weight and the total in `found`.
 #[cube]
 fn draw(
     weights: &[Vector<f32, Const<4>>],
@@ -376,12 +366,12 @@ fn draw(
     groups: u32,
     least: u32,
     uniform: f32,
+    found: &mut [u32],
     #[comptime] plan: RowPlan,
-) -> Drawn {
+) -> u32 {
     let units = comptime!(plan.units);
     let mut columns = Shared::<[f32]>::new_slice(comptime!(COLUMNS as usize));
     let mut blocks = Shared::<[f32]>::new_slice(32usize);
-    let mut found = Shared::<[u32]>::new_slice(3usize);
     let mut column = UNIT_POS;
     while column < COLUMNS {
         let mut sum = 0.0f32.runtime();
@@ -453,6 +443,7 @@ fn draw(
     // The unit that owns the column walks it, so that no unit reads another's writes.
     if UNIT_POS == column % units {
         let mut token = 0u32.runtime();
+        let mut own = 0.0f32.runtime();
         let mut sum = 0.0f32.runtime();
         let mut open = true.runtime();
         let mut g = u32::cast_from(column);
@@ -463,6 +454,7 @@ fn draw(
                 let weight = four.extract(comptime!(e as usize));
                 if open && weight > 0.0 && u32::reinterpret(weight) >= least {
                     token = 4 * g + e;
+                    own = weight;
                     sum += weight;
                     open = sum <= rest;
                 }
@@ -470,7 +462,8 @@ fn draw(
             g += COLUMNS;
         }
         found[0] = token;
+        found[1] = u32::reinterpret(own);
     }
     sync_cube();
-    Drawn { token: found[0], total: f32::reinterpret(found[2]) }
+    found[0]
 }
