@@ -2,8 +2,8 @@
 
     python3 -P unet.py SHAPE[,SHAPE] BATCH[,BATCH] [DTYPE] [eager] [compile]
 
-Without -P, Python imports the script torch.py of this folder in place of torch. Shapes are those of `flashover unet`. Prints one JSON object per measurement: median milliseconds of a frame, and the bytes that
-torch reserved.
+Without -P, Python imports the script torch.py of this folder in place of torch. Shapes are those of `flashover unet`.
+Prints one JSON object per measurement: median milliseconds of a frame, and the bytes that torch reserved.
 """
 
 import json

@@ -257,9 +257,7 @@ pub enum Error {
     )]
     NotFiniteResult,
     /// More steps of a sampler than its training had, or none.
-    #[error(
-        "expected 1 to {most} steps, got {have}\nhint: choose fewer steps than the training had"
-    )]
+    #[error("expected 1 to {most} steps, got {have}\nhint: choose a number in this range")]
     Steps {
         /// Steps given.
         have: usize,
@@ -353,6 +351,7 @@ impl Error {
                      setting of its makers"
                 }
                 Fault::Unsupported { .. } => "\nhint: use a model with a supported value",
+                Fault::OtherKind(_) => "\nhint: use the command for this kind of model",
                 _ => "\nhint: download the unchanged file from the source of the weights",
             },
             Self::UnknownModelType { .. } => "\nhint: use a model of one of these families",
@@ -370,6 +369,9 @@ pub enum Fault {
     /// A required field that the file lacks.
     #[error("is missing")]
     Missing,
+    /// A field that the file lacks because it is of another kind of model.
+    #[error("is missing: this is {0}")]
+    OtherKind(&'static str),
     /// A value of the wrong type, or out of range.
     #[error("is {}, expected {expected}", short(.value))]
     Malformed {

@@ -103,7 +103,12 @@ impl DecoderConfig {
 /// Reads the configuration by the rules of the family that `config.json` names.
 fn of_family(fields: &Fields<'_>) -> Result<DecoderConfig, Error> {
     let field = "model_type";
-    let name = fields.text(field)?.ok_or_else(|| fields.missing(field))?;
+    let Some(name) = fields.text(field)? else {
+        return Err(match fields.absent("_class_name") {
+            true => fields.missing(field),
+            false => fields.other_kind(field, "a model of diffusers, for `flashover unet`"),
+        });
+    };
     let known = || Family::all().map(Family::model_type).join(", ");
     let family = Family::named(name).ok_or_else(|| fields.unknown_model_type(name, known()))?;
     (family.definition().read)(family, fields)

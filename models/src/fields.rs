@@ -134,6 +134,11 @@ impl<'a> Fields<'a> {
         self.fault(field, Fault::Missing)
     }
 
+    /// Returns the error of a file that lacks a field because it is of another `kind` of model.
+    pub(crate) fn other_kind(&self, field: &str, kind: &'static str) -> Error {
+        self.fault(field, Fault::OtherKind(kind))
+    }
+
     pub(crate) fn malformed(&self, field: &str, expected: &str) -> Error {
         let value = self.value(field).cloned().unwrap_or_default();
         self.fault(field, Fault::Malformed { value, expected: expected.into() })

@@ -115,7 +115,7 @@ impl Found {
             Self::Shards => "download model.safetensors.index.json, which the shards need",
             Self::Pickles => {
                 "convert the PyTorch pickles in the folder to safetensors with `save_pretrained` \
-                 of transformers"
+                 of transformers or diffusers"
             }
             Self::Gguf => {
                 "download the original safetensors; the folder has GGUF weights for llama.cpp"

@@ -312,6 +312,10 @@ mod tests {
         for own in command.get_subcommands_mut() {
             let name = own.get_name().to_owned();
             text += &format!("\n--- {name}\n{}", own.render_help());
+            for nested in own.get_subcommands_mut().filter(|nested| nested.get_name() != "help") {
+                let own = nested.get_name().to_owned();
+                text += &format!("\n--- {name} {own}\n{}", nested.render_help());
+            }
         }
         insta::assert_snapshot!(text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n"));
     }

@@ -209,7 +209,9 @@ struct Row {
     dtype: String,
     batch: usize,
     size: [usize; 2],
+    /// Frames per second; a frame has `batch` samples.
     fps: f64,
+    samples_per_second: f64,
     p50_ns: f64,
     p95_ns: f64,
     #[serde(flatten)]
@@ -230,6 +232,15 @@ fn bench(args: &BenchArgs) -> anyhow::Result<()> {
         }
     }
     let device = args.load.device.open()?;
+    for (name, folder) in &models {
+        let config = config_of(*folder, name)?;
+        for precision in &args.dtype {
+            for batch in &args.batch {
+                let shape = args.size.shape(&config, (*batch).into());
+                UnetModel::fits(&device, &config, shape, precision.bytes())?;
+            }
+        }
+    }
     let _listening = interrupt::listen()?;
     let mut wrote = false;
     for (name, folder) in models {
@@ -265,9 +276,7 @@ fn row(
     arch_id: &str,
     speed: FrameSpeed,
 ) -> Row {
-    let mut sorted = speed.latencies_ns.clone();
-    sorted.sort_by(f64::total_cmp);
-    let at = |share: f64| sorted[((sorted.len() - 1) as f64 * share).round() as usize];
+    let at = |share| percentile(&speed.latencies_ns, share);
     Row {
         build_commit: crate::commit(),
         arch_id: arch_id.to_owned(),
@@ -276,23 +285,32 @@ fn row(
         batch: shape.batch,
         size: shape.size,
         fps: speed.fps(),
+        samples_per_second: speed.fps() * shape.batch as f64,
         p50_ns: at(0.5),
         p95_ns: at(0.95),
         speed,
     }
 }
 
+/// Returns a percentile of some values.
+fn percentile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+}
+
 const HEADER: &str = "\
-| model | dtype | batch | size | FPS | ms a frame | p50 ms | p95 ms | host us | TFLOP/s | memory GiB | planned GiB |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| model | dtype | batch | size | frames/s | samples/s | ms a frame | p50 ms | p95 ms | host us | TFLOP/s | memory GiB | planned GiB |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 ";
 
 fn line(row: &Row) -> String {
     let Row { model, dtype, batch, size: [height, width], fps, p50_ns, p95_ns, speed, .. } = row;
+    let samples = row.samples_per_second;
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let captured = if speed.captured { "" } else { " (not captured)" };
     format!(
-        "| {model}{captured} | {dtype} | {batch} | {height}x{width} | {fps:.1} | {:.3} | {:.3} | {:.3} | {:.0} | {:.1} | {:.2} | {:.2} |\n",
+        "| {model}{captured} | {dtype} | {batch} | {height}x{width} | {fps:.1} | {samples:.1} | {:.3} | {:.3} | {:.3} | {:.0} | {:.1} | {:.2} | {:.2} |\n",
         speed.frame_ns / 1e6,
         p50_ns / 1e6,
         p95_ns / 1e6,

@@ -140,6 +140,24 @@ impl UnetModel {
         self.unet.config()
     }
 
+    /// Checks, before anything is loaded, that a model and its frames fit in the free memory of a device. `value` is the bytes of a
+    /// number.
+    ///
+    /// # Errors
+    /// [`LoadError::Memory`]; [`LoadError::Model`] for a shape that the model cannot compute.
+    pub fn fits(
+        device: &Device,
+        config: &UnetConfig,
+        shape: UnetShape,
+        value: u128,
+    ) -> Result<(), LoadError> {
+        let UnetShape { batch, size, tokens } = shape;
+        let plan = UnetPlan::new(config, batch, size, tokens)?;
+        let each = usize::try_from(value).unwrap_or(usize::MAX);
+        let rest = (plan.parameters() + plan.inputs) * value;
+        check_memory(device, "the model with a frame", plan.activation_bytes(each) + rest)
+    }
+
     /// Allocates the inputs of frames of one shape.
     ///
     /// # Errors

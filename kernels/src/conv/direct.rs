@@ -1,4 +1,4 @@
-//! Convolutions of a few filters per group: multiply-adds in f32 by units that know nothing of each other.
+//! Convolutions of a few filters per group: multiply-adds in f32. Each unit works alone.
 //!
 //! | loop | depthwise | other |
 //! |---|---|---|

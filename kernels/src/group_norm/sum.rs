@@ -8,9 +8,9 @@ use super::kernel::Plan;
 const FAN: u32 = 8;
 
 /// Sums the values of all units of a group and returns the sum to each, in a fixed order. Every unit of the cube must take part, and
-/// calls of a kernel differ in `call`, so that none waits for readers of the one before.
+/// calls of a kernel differ in `call`: each has its own part of `shared`, which the other may still read.
 ///
-/// `shared` has two values per unit of the cube: a part for each of two calls.
+/// `shared` has two values per unit of the cube.
 #[cube]
 pub(super) fn group_sum(
     value: f32,

@@ -10,9 +10,11 @@ use crate::Error;
 use crate::fields::{self, Fields};
 
 const FILE: &str = "config.json";
-/// Most features of a layer, pixels of a side, and layers with their transformer blocks.
+/// Most features of a layer.
 const WIDEST: usize = 1 << 20;
+/// Most pixels of a side.
 const LARGEST: usize = 1 << 16;
+/// Most layers, with those of transformer blocks.
 const MOST_LAYERS: usize = 10_000;
 
 /// Everything that a U-Net computes.
@@ -162,7 +164,11 @@ impl UnetConfig {
                 let known = "UNet2DModel, UNet2DConditionModel";
                 return Err(fields.unsupported("_class_name", known));
             }
-            None => return Err(fields.missing("_class_name")),
+            None if fields.absent("model_type") => return Err(fields.missing("_class_name")),
+            None => {
+                let kind = "a language model, for `flashover generate`";
+                return Err(fields.other_kind("_class_name", kind));
+            }
         };
         Reader { fields, conditional }.config()
     }
@@ -381,7 +387,13 @@ impl Reader<'_> {
             None => vec![1; channels.len()],
             Some(heads) if self.conditional => heads,
             Some(dims) => {
-                channels.iter().zip(dims).map(|(channels, dim)| (channels / dim).max(1)).collect()
+                let heads = |(channels, dim): (&usize, usize)| {
+                    // diffusers takes one head for fewer channels than a head has.
+                    let dim = dim.min(*channels);
+                    self.fields.divides(("block_out_channels", *channels), (field, dim))?;
+                    Ok(channels / dim)
+                };
+                return channels.iter().zip(dims).map(heads).collect();
             }
         })
     }

@@ -64,7 +64,7 @@ impl Input {
     }
 }
 
-/// Returns true if two slices have the same bits. Compares many values between two branches, unlike `==`.
+/// Returns true if two slices have the same bits. It branches once per 256 values, so that the compiler uses vector instructions.
 fn same_bits(a: &[f32], b: &[f32]) -> bool {
     let differ = |(a, b): (&[f32], &[f32])| {
         a.iter().zip(b).fold(0, |bits, (a, b)| bits | (a.to_bits() ^ b.to_bits())) != 0
@@ -95,7 +95,7 @@ enum By {
     },
 }
 
-/// Frames before a capture: the first one compiles and tunes kernels.
+/// Frames before a capture: the first one compiles kernels, and tunes them if the policy says so.
 const EAGER: usize = 1;
 
 impl Frames {

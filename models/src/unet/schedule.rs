@@ -11,9 +11,9 @@
 //!
 //! Sources: Song et al., "Denoising Diffusion Implicit Models" (2020); Karras et al., "Elucidating the Design Space of
 //! Diffusion-Based Generative Models" (2022). Fields and defaults are those of diffusers 0.42.1, `schedulers/scheduling_ddim.py` and
-//! `scheduling_euler_discrete.py`; a `DDPMScheduler` is read as DDIM.
+//! `scheduling_euler_discrete.py`. A `DDPMScheduler` or `PNDMScheduler` has the noise of its class, and the steps of DDIM.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -77,25 +77,35 @@ impl Schedule {
     /// # Errors
     /// The errors of [`Schedule::from_json`]; [`Error::Read`].
     pub fn open(folder: &Path) -> Result<Option<Self>, Error> {
+        let file = Self::file(folder);
+        file.map(|file| Self::from_json(&fields::read(&file)?)).transpose()
+    }
+
+    /// Returns the file that [`Schedule::open`] reads.
+    pub fn file(folder: &Path) -> Option<PathBuf> {
+        // `.` has no parent.
+        let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
         let inside = folder.join("scheduler").join(FILE);
         let beside = folder.parent().map(|parent| parent.join("scheduler").join(FILE));
         let files = [Some(inside), Some(folder.join(FILE)), beside];
-        match files.into_iter().flatten().find(|file| file.exists()) {
-            None => Ok(None),
-            Some(file) => Self::from_json(&fields::read(&file)?).map(Some),
-        }
+        files.into_iter().flatten().find(|file| file.exists())
     }
 
     /// Reads a `scheduler_config.json` of `DDIMScheduler`, `DDPMScheduler`, `PNDMScheduler` or `EulerDiscreteScheduler`. The first
-    /// three become DDIM.
+    /// three become DDIM; a warning says so.
     ///
     /// # Errors
     /// [`Error::Json`], [`Error::NotAnObject`] or [`Error::Field`], with the field that is invalid or has no support.
     pub fn from_json(text: &str) -> Result<Self, Error> {
         let value = fields::json(FILE, text)?;
         let fields = Fields::new(FILE, &value)?;
-        let method = match fields.text("_class_name")? {
-            Some("DDIMScheduler" | "DDPMScheduler" | "PNDMScheduler") => Method::Ddim,
+        let class = fields.text("_class_name")?;
+        let method = match class {
+            Some("DDIMScheduler") => Method::Ddim,
+            Some(own @ ("DDPMScheduler" | "PNDMScheduler")) => {
+                log::warn!("{FILE} has a {own}: the steps are those of DDIM");
+                Method::Ddim
+            }
             Some("EulerDiscreteScheduler") => Method::Euler,
             Some(_) => {
                 let known = "DDIMScheduler, DDPMScheduler, PNDMScheduler, EulerDiscreteScheduler";
@@ -150,6 +160,12 @@ impl Schedule {
                 Some(*product)
             })
             .collect();
+        // Some betas leave less signal than f64 can divide by.
+        if products.last().is_none_or(|last| *last < 1e-100) {
+            return Err(
+                fields.malformed("beta_end", "betas that leave a signal after all timesteps")
+            );
+        }
         let prediction = match fields.text("prediction_type")?.unwrap_or("epsilon") {
             "epsilon" => Prediction::Epsilon,
             "sample" => Prediction::Sample,
@@ -169,10 +185,13 @@ impl Schedule {
                 return Err(fields.unsupported("timestep_spacing", known));
             }
         };
-        let clips = fields.flag("clip_sample")?.unwrap_or(true);
+        // A PNDMScheduler never clips, and a DDPMScheduler ends at 1.
+        let clips = fields.flag("clip_sample")?.unwrap_or(true) && class != Some("PNDMScheduler");
         let range = fields.optional_positive("clip_sample_range")?.unwrap_or(1.0);
         let clip = clips.then_some(range);
-        let to_one = fields.flag("set_alpha_to_one")?.unwrap_or(true);
+        let usual = class != Some("PNDMScheduler");
+        let to_one =
+            fields.flag("set_alpha_to_one")?.unwrap_or(usual) || class == Some("DDPMScheduler");
         let offset = fields.optional("steps_offset", "an integer from 0 to 100000", |value| {
             usize::try_from(value.as_u64()?).ok().filter(|offset| *offset <= 100_000)
         })?;

@@ -119,7 +119,7 @@ impl UnetWeights {
             }
             let own = rounded_bytes(&values, dtype);
             if !finite(&own, dtype) {
-                let tensor = self.name(stored).to_owned();
+                let tensor = self.not_finite(stored)?.to_owned();
                 let dtype = burn::tensor::DType::from(dtype).name();
                 let stored = values.iter().any(|value| !value.is_finite());
                 return Err(Error::NotFinite { tensor, dtype, stored });
@@ -135,18 +135,31 @@ impl UnetWeights {
         own.unwrap_or(&stored.names[0])
     }
 
+    /// Returns the name of a tensor with values that are not finite, or else that of the sum.
+    fn not_finite<'a>(&self, stored: &'a Stored) -> Result<&'a str, Error> {
+        let names = stored.added.as_deref().into_iter().chain([self.name(stored)]);
+        for name in names {
+            if !self.read(name)?.iter().all(|value| value.is_finite()) {
+                return Ok(name);
+            }
+        }
+        Ok(self.name(stored))
+    }
+
+    /// Returns the values of a tensor of the checkpoint.
+    fn read(&self, name: &str) -> Result<Vec<f32>, Error> {
+        let tensor = self.checkpoint.tensor(name)?;
+        let error = |reason| checkpoint::Error::Tensor { tensor: name.to_owned(), reason };
+        let values = tensor.widened().map_err(error)?.into_owned();
+        self.checkpoint.release(name);
+        Ok(values)
+    }
+
     /// Returns the values of a tensor, with those that are added to it.
     fn values(&self, stored: &Stored) -> Result<Vec<f32>, Error> {
-        let read = |name: &str| -> Result<Vec<f32>, Error> {
-            let tensor = self.checkpoint.tensor(name)?;
-            let error = |reason| checkpoint::Error::Tensor { tensor: name.to_owned(), reason };
-            let values = tensor.widened().map_err(error)?.into_owned();
-            self.checkpoint.release(name);
-            Ok(values)
-        };
-        let mut values = read(self.name(stored))?;
+        let mut values = self.read(self.name(stored))?;
         if let Some(added) = &stored.added {
-            values.iter_mut().zip(read(added)?).for_each(|(value, more)| *value += more);
+            values.iter_mut().zip(self.read(added)?).for_each(|(value, more)| *value += more);
         }
         Ok(values)
     }

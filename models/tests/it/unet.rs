@@ -139,6 +139,12 @@ fn unknown_parts_of_a_config_are_named() {
     for (name, field, value, text) in [
         (
             "plain",
+            "attention_head_dim",
+            "5",
+            "config.json: `block_out_channels` is 8, expected a multiple of `attention_head_dim`, 5",
+        ),
+        (
+            "plain",
             "down_block_types",
             r#"["DownBlock2D", "SkipDownBlock2D"]"#,
             r#"config.json: `down_block_types` is ["DownBlock2D","SkipDownBlock2D"], which is not supported; expected DownBlock2D, AttnDownBlock2D"#,
@@ -321,6 +327,10 @@ fn schedules_are_those_of_diffusers() {
     }
     let ddim = Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#).expect("supported");
     assert!(ddim.steps(0).is_err() && ddim.steps(1001).is_err());
+    let dark =
+        r#"{"_class_name": "DDIMScheduler", "num_train_timesteps": 100000, "beta_end": 0.99}"#;
+    let error = Schedule::from_json(dark).expect_err("no signal is left").to_string();
+    assert!(error.contains("expected betas that leave a signal"), "{error}");
     let error = Schedule::from_json(r#"{"_class_name": "HeunDiscreteScheduler"}"#);
     let error = error.expect_err("unsupported").to_string();
     assert!(error.starts_with("scheduler_config.json: `_class_name` is \"HeunDiscreteScheduler\""));

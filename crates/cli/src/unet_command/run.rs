@@ -7,13 +7,15 @@ use std::path::PathBuf;
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
 use command::OutFile;
+use flashover::LoadError;
 use flashover::device::DType;
 use flashover::host::HostTensor;
 use flashover::unet::{
     Condition, Method, Schedule, UnetConfig, UnetModel, UnetOptions, UnetShape, sample,
 };
+use tune::timing::Stopwatch;
 
-use super::{LoadArgs, Precision, Size, size};
+use super::{LoadArgs, Precision, Size, percentile, size};
 use crate::interrupt;
 use crate::op_command::{encoded, read_tensors};
 
@@ -27,7 +29,7 @@ pub(super) struct RunArgs {
     /// four
     #[arg(long, value_name = "FILE", required_unless_present = "steps")]
     input: Option<PathBuf>,
-    /// Safetensors file for the result of the last frame, `sample`
+    /// Safetensors file for the result of the last frame, `sample`; replaces an existing file
     #[arg(long, short, value_name = "FILE", required_unless_present = "picture")]
     output: Option<PathBuf>,
     /// Number of frames
@@ -36,7 +38,7 @@ pub(super) struct RunArgs {
     /// Sample from noise in this many steps
     #[arg(long)]
     steps: Option<usize>,
-    /// PNG file for the sampled pictures, side by side
+    /// PNG file for the sampled pictures, side by side; replaces an existing file
     #[arg(long, value_name = "FILE", requires = "steps")]
     picture: Option<PathBuf>,
     /// Method of the steps [default: that of the folder's scheduler_config.json, or ddim]
@@ -94,20 +96,25 @@ pub(super) fn run(args: &RunArgs) -> anyhow::Result<()> {
     };
     let _listening = interrupt::listen()?;
     let mut frames = model.frames(shape)?;
-    let mut result = Vec::new();
+    let (mut result, mut times) = (Vec::new(), Times::start());
     match (args.steps, schedule) {
         (Some(count), Some(schedule)) => {
             let steps = schedule.steps(count)?;
-            let seen = |_| Ok::<_, anyhow::Error>(interrupt::check("stopped")?);
+            let seen = |_| {
+                times.lap();
+                Ok::<_, anyhow::Error>(interrupt::check("stopped")?)
+            };
             result = sample(&mut frames, &steps, args.seed, &condition, seen)?;
         }
         _ => {
             for _ in 0..args.frames {
                 interrupt::check("stopped")?;
                 result = frames.frame(find("sample").unwrap_or_default(), &condition)?;
+                times.lap();
             }
         }
     }
+    times.report();
     if let Some(target) = target {
         let dims = [shape.batch, config.out_channels, shape.size[0], shape.size[1]];
         let output = HostTensor::from_f32(&dims, &result)?;
@@ -117,6 +124,38 @@ pub(super) fn run(args: &RunArgs) -> anyhow::Result<()> {
         picture.write(&png_of(&result, shape, config.out_channels, color)?)?;
     }
     Ok(())
+}
+
+/// Times of frames, from inputs on the host to results on the host.
+struct Times {
+    last: Stopwatch,
+    milliseconds: Vec<f64>,
+}
+
+impl Times {
+    fn start() -> Self {
+        Self { last: Stopwatch::start(), milliseconds: Vec::new() }
+    }
+
+    /// Ends a frame, and begins the next.
+    fn lap(&mut self) {
+        self.milliseconds.push(self.last.elapsed().as_secs_f64() * 1e3);
+        self.last = Stopwatch::start();
+    }
+
+    /// Prints the speed of the frames after those that compile and capture, to stderr.
+    fn report(&self) {
+        const WARM: usize = 2;
+        let count = self.milliseconds.len();
+        let Some(steady) = self.milliseconds.get(WARM..).filter(|steady| !steady.is_empty()) else {
+            return;
+        };
+        let [p50, p95] = [0.5, 0.95].map(|share| percentile(steady, share));
+        let fps = steady.len() as f64 * 1e3 / steady.iter().sum::<f64>();
+        command::note!(
+            "{count} frames; after the first {WARM}: {fps:.1} FPS, p50 {p50:.3} ms, p95 {p95:.3} ms"
+        );
+    }
 }
 
 /// Returns the files for the result and the picture. They replace neither each other nor a file that this command reads.
@@ -131,8 +170,8 @@ fn outputs(args: &RunArgs) -> anyhow::Result<[Option<OutFile>; 2]> {
     let folders = ["", "unet", "scheduler"].map(|name| args.model.join(name));
     let listed = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten();
     let of_model = listed.filter_map(Result::ok).map(|entry| entry.path());
-    let read: Vec<PathBuf> =
-        of_model.filter(|path| path.is_file()).chain(args.input.clone()).collect();
+    let others = args.input.clone().into_iter().chain(Schedule::file(&args.model));
+    let read: Vec<PathBuf> = of_model.filter(|path| path.is_file()).chain(others).collect();
     for output in [&target, &picture].into_iter().flatten() {
         let same = |path: &&PathBuf| OutFile::new(path).is_ok_and(|path| path.is_same(output));
         if let Some(path) = read.iter().find(same) {
@@ -180,7 +219,10 @@ impl Inputs {
 
     /// Returns the tokens of the text; 0 without one.
     fn tokens(&self) -> usize {
-        self.0.get("text").map_or(0, |text| text.shape().get(1).copied().unwrap_or(0))
+        match self.0.get("text").map(HostTensor::shape) {
+            Some(&[_, tokens, _]) => tokens,
+            _ => 0,
+        }
     }
 
     /// Returns the values of all inputs, after a check of their shapes.
@@ -201,22 +243,20 @@ impl Inputs {
         ];
         for (name, need) in &read {
             let Some(need) = need else { continue };
+            let shape = match *need.as_slice() {
+                [batch, _, width] => format!("[{batch}, tokens, {width}]"),
+                _ => format!("{need:?}"),
+            };
             match self.0.get(*name).map(HostTensor::shape) {
                 // Of the sampler.
                 None if ["sample", "timestep"].contains(name) => {}
-                None => {
-                    let shape = match *need.as_slice() {
-                        [batch, _, width] => format!("[{batch}, tokens, {width}]"),
-                        _ => format!("{need:?}"),
-                    };
-                    bail!(
-                        "the model reads `{name}`, which the input lacks\nhint: add {name} of shape {shape}"
-                    )
-                }
+                None => bail!(
+                    "the model reads `{name}`, which the input lacks\nhint: add {name} of shape {shape}"
+                ),
                 // One for all samples.
                 Some([] | [1]) if need.len() == 1 => {}
                 Some(have) if have != need => {
-                    bail!("expected {name} of shape {need:?}, got {have:?}\nhint: reshape it")
+                    bail!("expected {name} of shape {shape}, got {have:?}\nhint: reshape it")
                 }
                 Some(_) => {}
             }
@@ -251,9 +291,14 @@ fn numbers(tensor: &HostTensor) -> anyhow::Result<Vec<f32>> {
 
 /// Returns the schedule of the model's folder, with the method of the options.
 fn schedule(args: &RunArgs) -> anyhow::Result<Schedule> {
-    let own = Schedule::open(&args.model)?;
-    let usual = || Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#);
-    let schedule = own.map_or_else(usual, Ok)?;
+    let own = Schedule::open(&args.model).map_err(LoadError::Folder)?;
+    let schedule = match own {
+        Some(own) => own,
+        None => {
+            log::warn!("no scheduler_config.json: the steps are those of DDIM over 1000 timesteps");
+            Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#)?
+        }
+    };
     Ok(match args.method {
         None => schedule,
         Some(MethodArg::Ddim) => schedule.with_method(Method::Ddim),

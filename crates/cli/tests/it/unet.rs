@@ -115,6 +115,14 @@ fn outputs_replace_nothing_that_is_read() {
     refused(&[&steps[..], &[&weights]].concat(), "which is read");
     refused(&[&steps[..], &[&one, "--picture", &one]].concat(), "are the same file");
     refused(&["--steps", "0", "--output", &one], "expected 1 to 1000 steps, got 0");
+    // The scheduler next to the folder is read, too.
+    let scheduler = path("scheduler/scheduler_config.json");
+    std::fs::create_dir(dir.path().join("scheduler")).expect("created");
+    std::fs::write(&scheduler, r#"{"_class_name": "DDIMScheduler"}"#).expect("written");
+    refused(&[&steps[..], &[&scheduler]].concat(), "which is read");
+    std::fs::write(&scheduler, r#"{"_class_name": "HeunDiscreteScheduler"}"#).expect("written");
+    refused(&[&steps[..], &[&one]].concat(), "`_class_name` is \"HeunDiscreteScheduler\"");
+    std::fs::remove_file(&scheduler).expect("removed");
     let sample = golden("plain", "sample");
     let input = path("in.safetensors");
     write(Path::new(&input), &[("sample", &sample)]);

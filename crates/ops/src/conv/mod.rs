@@ -156,11 +156,10 @@ fn convolved(
     }
     let more = second.as_ref().map_or(0, |second| second.dims()[1]);
     let all = channels + more;
-    same_shape(
-        "weight",
-        &[filters, depth * options.groups, rows, cols],
-        &[filters, all, rows, cols],
-    )?;
+    // Channels that groups do not divide are an error of the problem.
+    let need =
+        if all.is_multiple_of(options.groups.max(1)) { all / options.groups.max(1) } else { depth };
+    same_shape("weight", &[filters, depth, rows, cols], &[filters, need, rows, cols])?;
     if bias.is_some() && image_bias.is_some() {
         return Err(OpError::TwoBiases);
     }
