@@ -42,6 +42,7 @@ pub mod device;
 mod device_error;
 mod engine;
 mod fnv;
+pub mod grpo;
 pub mod host;
 mod load_error;
 pub mod memory;
