@@ -28,6 +28,8 @@
 //! | sums halved between barriers; a unit loads one chunk's sums after the other | 2.81 / 4.74 / 1.50 |
 //! | 8 values added between two barriers; all loads of a merge in flight together | 2.68 / 4.69 / 1.44 |
 //!
+//! Records: `benches/baselines/cuda-sm90-132@rtx4090/unet.jsonl`.
+//!
 //! Source: Wu and He, "Group Normalization" (2018).
 
 mod kernel;

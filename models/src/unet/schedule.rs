@@ -103,7 +103,9 @@ impl Schedule {
         let method = match class {
             Some("DDIMScheduler") => Method::Ddim,
             Some(own @ ("DDPMScheduler" | "PNDMScheduler")) => {
-                log::warn!("{FILE} has a {own}: the steps are those of DDIM");
+                log::warn!(
+                    "{FILE} has a {own}, which has no steps here: DDIM is the default method"
+                );
                 Method::Ddim
             }
             Some("EulerDiscreteScheduler") => Method::Euler,

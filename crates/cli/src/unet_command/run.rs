@@ -295,7 +295,7 @@ fn schedule(args: &RunArgs) -> anyhow::Result<Schedule> {
     let schedule = match own {
         Some(own) => own,
         None => {
-            log::warn!("no scheduler_config.json: the steps are those of DDIM over 1000 timesteps");
+            log::warn!("no scheduler_config.json: noise of 1000 timesteps, and DDIM by default");
             Schedule::from_json(r#"{"_class_name": "DDIMScheduler"}"#)?
         }
     };

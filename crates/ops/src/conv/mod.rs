@@ -157,8 +157,8 @@ fn convolved(
     let more = second.as_ref().map_or(0, |second| second.dims()[1]);
     let all = channels + more;
     // Channels that groups do not divide are an error of the problem.
-    let need =
-        if all.is_multiple_of(options.groups.max(1)) { all / options.groups.max(1) } else { depth };
+    let groups = options.groups.max(1);
+    let need = if all.is_multiple_of(groups) { all / groups } else { depth };
     same_shape("weight", &[filters, depth, rows, cols], &[filters, need, rows, cols])?;
     if bias.is_some() && image_bias.is_some() {
         return Err(OpError::TwoBiases);

@@ -119,7 +119,8 @@ impl Pass<'_> {
         };
         let y = decoder.norm(&decoder.final_norm, learned.clone(), None)?;
         let count = y.dims()[0];
-        let gradient = weight.is_some();
+        let factor = weight.map(|(weight, scale)| scale * weight);
+        let gradient = factor.is_some();
         let options = LossOptions {
             vocab: config.vocab,
             softcap: config.logit_softcap.map(|cap| cap as f32),
@@ -143,13 +144,10 @@ impl Pass<'_> {
         let (mut sum, mut parts, mut stats) = (None, Vec::new(), Vec::new());
         for rows in chunks() {
             let logits = head.logits(rows.clone())?;
-            let weights = match (&weight, policy) {
+            let weights = match (&factor, policy) {
                 (None, _) => None,
-                (Some((weight, scale)), None) => {
-                    let each = (scale.clone() * *weight).expand([rows.len()]);
-                    Some([Some(each), None])
-                }
-                (Some((weight, scale)), Some(policy)) => {
+                (Some(factor), None) => Some([Some(factor.clone().expand([rows.len()])), None]),
+                (Some(factor), Some(policy)) => {
                     let before = match &known {
                         Some(all) => Some(all.clone().slice_dim(0, rows.clone())),
                         None if policy.varies() => {
@@ -157,7 +155,7 @@ impl Pass<'_> {
                         }
                         None => None,
                     };
-                    let scaled = |own: Tensor<1>| own * scale.clone() * *weight;
+                    let scaled = |own: Tensor<1>| own * factor.clone();
                     let slopes = policy.slopes(rows.clone(), before.as_ref(), shared.as_ref());
                     let entropy = policy.entropy_weights(rows.clone());
                     Some([Some(scaled(slopes)), entropy.map(scaled)])
