@@ -10,7 +10,7 @@ use std::thread;
 use arch::{ArchProfile, Backend, DType, Device};
 use checkpoint::Checkpoint;
 use flashover::unet::{Condition, Frames, UnetModel, UnetOptions, UnetShape};
-use flashover::{Compute, Policy};
+use flashover::{Compute, LoadError, Policy};
 use reference::Comparison;
 use serde_json::json;
 use suite::{CheckError, Job, Verdict};
@@ -34,9 +34,12 @@ pub(super) fn jobs(arch: &ArchProfile, fixtures: &Path) -> anyhow::Result<Vec<Jo
             jobs.push(Job {
                 op: "unet",
                 params: params.map(|(key, value)| (key.to_owned(), value.into())).into(),
-                config: match arch.dtypes.contains(&dtype) {
-                    true => Ok(json!({})),
-                    false => Err(format!("needs {dtype} buffers, which the device lacks")),
+                config: match dtype {
+                    DType::Bf16 if arch.backend == Backend::Vulkan => {
+                        Err(LoadError::UnetBf16.to_string())
+                    }
+                    _ if arch.dtypes.contains(&dtype) => Ok(json!({})),
+                    _ => Err(format!("needs {dtype} buffers, which the device lacks")),
                 },
                 programs: None,
                 run: Box::new(move |device| check(device, &folder, compute)),

@@ -54,6 +54,12 @@ pub enum LoadError {
         /// Backend of the device.
         backend: Backend,
     },
+    /// A U-Net in bf16 on Vulkan is not supported: Burn's elementwise ops compile to invalid SPIR-V in bf16 (CubeCL 0.11.3). On an
+    /// H200 frames were wrong or NaN, and the device was lost once.
+    #[error(
+        "a U-Net in bf16 is not supported on Vulkan\nhint: use `Compute::F16` or `Compute::F32` (--dtype), or CUDA"
+    )]
+    UnetBf16,
     /// The device lacks i8, which [`KvFormat::Int8`](crate::KvFormat::Int8) needs.
     #[error(
         "the {backend} device does not support i8, which a KV cache in 8 bits needs\nhint: use \

@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 
+use arch::Backend;
 use burn::tensor::FloatDType;
 use models::Error;
 use models::unet::{Unet, UnetOptions as LoadOptions, shapes};
@@ -32,7 +33,7 @@ pub use models::unet::{
 /// Options of loading a U-Net.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct UnetOptions {
-    /// Compute dtype. None takes f32 on a CPU or if the device lacks the files' dtype, and the files' dtype otherwise.
+    /// Compute dtype. None takes the files' dtype; f32 on a CPU, on a device without the files' dtype, and on Vulkan for bf16.
     pub dtype: Option<Compute>,
     /// True to accumulate f16 matmuls and convolutions in f16, which is twice as fast on GeForce cards.
     pub f16_accumulation: bool,
@@ -83,7 +84,7 @@ impl UnetModel {
     ///
     /// # Errors
     /// [`LoadError::Folder`] for a folder without a supported U-Net; [`LoadError::Model`] for weights that the device cannot hold;
-    /// [`LoadError::DType`] for a compute dtype that the device lacks.
+    /// [`LoadError::DType`] and [`LoadError::UnetBf16`] for a compute dtype that the device lacks.
     pub fn load(
         device: &Device,
         folder: impl AsRef<Path>,
@@ -407,7 +408,13 @@ fn load_options(
     options: &UnetOptions,
     file: FloatDType,
 ) -> Result<LoadOptions, LoadError> {
-    let dtype = compute_dtype(device.profile(), options.dtype, file)?;
+    let mut dtype = compute_dtype(device.profile(), options.dtype, file)?;
+    if dtype == FloatDType::BF16 && device.profile().backend == Backend::Vulkan {
+        match options.dtype {
+            None => dtype = FloatDType::F32,
+            Some(_) => return Err(LoadError::UnetBf16),
+        }
+    }
     let tf32 = options.dtype == Some(Compute::Tf32);
     let f16_accumulation = options.f16_accumulation;
     if f16_accumulation && dtype != FloatDType::F16 {
