@@ -162,6 +162,22 @@ pub enum Error {
         /// Capacity of each sequence, in tokens.
         capacity: usize,
     },
+    /// Sequences that need more pages of a cache than are free.
+    #[error(
+        "expected sequences of at most {have} pages of the cache, got {need}\nhint: use fewer sequences or a larger cache"
+    )]
+    Pages {
+        /// Number of pages that are needed.
+        need: usize,
+        /// Number of free pages.
+        have: usize,
+    },
+    /// A sequence that is not in the cache.
+    #[error("sequence {sequence} is not in the cache: it left, or never joined")]
+    Left {
+        /// Number of the sequence.
+        sequence: usize,
+    },
     /// A token past the vocabulary.
     #[error(
         "token {id} is outside the vocabulary of {vocab} tokens\nhint: use the tokenizer of this \

@@ -25,7 +25,7 @@ use ops::{GRAPH_OVERHEAD, MemoryProfile, pool_overhead, seen_bytes};
 use quant::WeightFormat;
 use serde::Serialize;
 
-use crate::decoder::KvCache;
+use crate::decoder::PagedCache;
 use crate::names::Slot;
 use crate::{DecoderConfig, Error, Ffn, Param, Side, Workload};
 use layers::Rows;
@@ -231,8 +231,12 @@ impl DecoderConfig {
         let Workload { batch, context, shared, .. } = *workload;
         let cache = |batch, positions| self.cache_bytes(precision, batch, positions);
         match shared {
-            0 => cache(batch, context),
-            shared => cache(batch, KvCache::paged(context)).saturating_sub(cache(1, shared)),
+            None => cache(batch, context),
+            Some(shared) => {
+                // One page more is that of rows without a sequence.
+                let (each, one) = (PagedCache::whole_pages(context), PagedCache::whole_pages(1));
+                (cache(batch, each) + cache(1, one)).saturating_sub(cache(1, shared))
+            }
         }
     }
 

@@ -57,8 +57,8 @@ mod workload;
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
     Activations, Batch, Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache,
-    LoadOptions, Loading, Loss, MicroBatch, OnDevice, Parking, Recompute, TokenStats, Trained,
-    file_dtype, on_device,
+    LoadOptions, Loading, Loss, MOST_PACKED, MicroBatch, OnDevice, PagedCache, Parking, Recompute,
+    TokenStats, Trained, file_dtype, on_device,
 };
 pub use error::{Error, Fault};
 pub use footprint::{Footprint, KvFormat, ModelPrecision};

@@ -15,8 +15,8 @@ pub struct Workload {
     /// Number of positions of each sequence: prompt and completion, or training tokens.
     pub context: usize,
     /// Number of positions, over all sequences, without memory of their own: sequences share whole pages of a
-    /// prompt.
-    pub shared: usize,
+    /// prompt. None for a cache that is not in pages.
+    pub shared: Option<usize>,
     /// Training; none for generation.
     pub training: Option<Training>,
 }
@@ -95,7 +95,7 @@ impl Default for Trains {
 impl Workload {
     /// Returns a generation workload of sequences that share no positions.
     pub const fn new(batch: usize, context: usize) -> Self {
-        Self { batch, context, shared: 0, training: None }
+        Self { batch, context, shared: None, training: None }
     }
 }
 
@@ -106,7 +106,7 @@ impl Serialize for Workload {
         map.serialize_entry("batch", &self.batch)?;
         map.serialize_entry("context", &self.context)?;
         match &self.training {
-            None => map.serialize_entry("shared", &self.shared)?,
+            None => map.serialize_entry("shared", &self.shared.unwrap_or(0))?,
             Some(training) => {
                 map.serialize_entry("recompute", training.recompute.name())?;
                 if training.offload != Offload::default() {

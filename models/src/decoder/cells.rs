@@ -117,14 +117,3 @@ fn in_runs<K: Basic>(cache: Tensor<4, K>, pages: &Tensor<2, Int>) -> Tensor<4, K
     let all = cache.select(0, pages.clone().reshape([batch * own]));
     all.reshape([batch, own * page, kv_heads, width]).swap_dims(1, 2)
 }
-
-/// Selects rows, in this order.
-pub(super) struct Rows<'a>(pub(super) &'a [usize]);
-
-impl Rearrange for Rows<'_> {
-    fn run<K: Basic>(&self, mut parts: Vec<Tensor<4, K>>) -> Tensor<4, K> {
-        let cache = parts.remove(0);
-        let own = |at: &usize| cache.clone().slice_dim(0, *at..at + 1);
-        Tensor::cat(self.0.iter().map(own).collect(), 0)
-    }
-}

@@ -3,7 +3,8 @@
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use ops::Cached;
 
-use crate::{DecoderConfig, Rope};
+use super::cells;
+use crate::{DecoderConfig, Error, Rope};
 
 /// Device memory of the cached positions. Keys and values are written in place: all clones see the writes.
 #[derive(Debug, Clone)]
@@ -11,28 +12,26 @@ pub(super) struct Memory {
     /// Keys and values per layer, `[batch, kv_heads, capacity, head_dim]`, or in pages `[pages, PAGE,
     /// kv_heads, head_dim]`.
     pub(super) layers: Vec<(Cached, Cached)>,
-    /// Page table, if sequences share pages.
-    pub(super) pages: Option<Pages>,
+    /// Page table `[batch, pages per sequence]` of a cache in pages.
+    pub(super) pages: Option<Tensor<2, Int>>,
     /// One table `[capacity, dim]` per rope: dim / 2 cosines, then dim / 2 sines.
     pub(super) tables: Vec<Tensor<2>>,
 }
 
-/// The pages of each sequence, in order.
-#[derive(Debug, Clone)]
-pub(super) struct Pages {
-    pub(super) rows: Vec<Vec<i32>>,
-    /// The same on the device, `[batch, pages per sequence]`.
-    pub(super) table: Tensor<2, Int>,
-}
+impl Memory {
+    /// Checks that the device allocated the memory of keys and values, without waiting for kernels.
+    pub(super) fn check_allocation(&self) -> Result<(), Error> {
+        for (keys, values) in &self.layers {
+            for cached in [keys, values] {
+                ops::check_allocation(cached).map_err(Error::Failed)?;
+            }
+        }
+        Ok(())
+    }
 
-impl Pages {
-    pub(super) fn new(rows: Vec<Vec<i32>>, device: &Device) -> Self {
-        let (batch, words) = (rows.len(), rows.concat());
-        let len = words.len();
-        // Uploaded as one dimension, because Burn pads the rows of a 2-D tensor.
-        let words = TensorData::new(words, [len]);
-        let words = Tensor::<1, Int>::from_data(words, (device, burn::tensor::DType::I32));
-        Self { rows, table: words.reshape([batch, len / batch]) }
+    /// Returns the bytes of keys and values on the device.
+    pub(super) fn bytes(&self) -> u64 {
+        self.layers.iter().map(|(k, v)| cells::bytes(k) + cells::bytes(v)).sum()
     }
 }
 

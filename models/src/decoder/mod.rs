@@ -26,6 +26,7 @@ mod flat;
 mod flat_adapter;
 mod load;
 mod memory;
+mod paged;
 mod precompile;
 mod projection;
 mod step;
@@ -53,6 +54,7 @@ pub(crate) use flat_adapter::flat_len;
 pub(crate) use load::rounded as rounded_bytes;
 pub use load::{LoadOptions, Loading, OnDevice, file_dtype, on_device};
 use memory::Memory;
+pub use paged::{MOST_PACKED, PagedCache};
 use projection::{Ffn, Projection, synchronize};
 use step::Step;
 
@@ -422,7 +424,7 @@ impl Decoder {
         let epilogue = Epilogue { norm, ..Epilogue::default() };
         let qkv = self.paced(layer.qkv.apply(&self.ctx, y, epilogue)?)?;
         let (k, v) = memory.layers[index].clone();
-        let pages = memory.pages.as_ref().map(|pages| pages.table.clone());
+        let pages = memory.pages.clone();
         let start = step.start.clone();
         let slots = KvSlots { k: k.clone(), v: v.clone(), start, pages: pages.clone() };
         let qk_norm = layer.qk_norm.as_ref().map(|[q, k]| QkNorm {

@@ -22,8 +22,7 @@ impl Decoder {
         then: impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError>,
     ) -> Result<Rehearsed, Error> {
         let _stream_guard = ops::stream_guard();
-        let ctx = if self.ctx.rehearses() { self.ctx.clone() } else { self.ctx.rehearsal() };
-        let rehearsal = Self { ctx, ..self.clone() };
+        let rehearsal = self.rehearsal();
         let (batch, before) = (cache.batch(), cache.longest());
         let chunk = (CHUNK / batch).max(1);
         let step = decode.then(|| (1, cache.decode_longest(before + seq)));
@@ -48,6 +47,12 @@ impl Decoder {
             then(&rehearsal.ctx, rehearsal.logits(last)?)?;
         }
         Ok(rehearsal.ctx.rehearsed())
+    }
+
+    /// Returns the decoder with a context that collects kernels.
+    pub(super) fn rehearsal(&self) -> Self {
+        let ctx = if self.ctx.rehearses() { self.ctx.clone() } else { self.ctx.rehearsal() };
+        Self { ctx, ..self.clone() }
     }
 
     /// Returns the first layer of each kind: layers of one kind launch the same kernels.

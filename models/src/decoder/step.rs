@@ -52,7 +52,8 @@ type Run = Box<dyn FnMut() -> Result<Tensor<2>, Error> + Send>;
 #[derive(Default)]
 pub(super) struct Single(Option<Repeated>);
 
-struct Repeated {
+/// A step of one shape, launched kernel by kernel until it repeats, and then replayed.
+pub(super) struct Repeated {
     step: Step,
     by: By,
 }
@@ -77,8 +78,7 @@ impl Drop for Single {
 
 impl Single {
     pub(super) fn captured(&self) -> bool {
-        let hardware = |by: &By| matches!(by, By::Graph { graph, .. } if graph.is_hardware());
-        self.0.as_ref().is_some_and(|repeated| hardware(&repeated.by))
+        self.0.as_ref().is_some_and(Repeated::captured)
     }
 
     /// Returns the logits after one more token per sequence.
@@ -90,35 +90,48 @@ impl Single {
         lengths: &[usize],
         capacity: usize,
     ) -> Result<Tensor<2>, Error> {
-        // A graph belongs to the stream of its capture, and a thread is a stream.
-        let here = |repeated: &Repeated| match &repeated.by {
-            By::Graph { thread, .. } => *thread == thread::current().id(),
-            By::Launches(_) => true,
-        };
         let longest = decode_longest(lengths.iter().copied().max().unwrap_or(0), capacity);
-        let fits = |repeated: &Repeated| repeated.step.longest == longest && here(repeated);
+        let fits = |repeated: &Repeated| repeated.step.longest == longest && repeated.is_here();
         let repeated = match self.0.take().filter(fits) {
-            Some(repeated) => self.0.insert(repeated),
-            None => {
-                let batch = tokens.len();
-                let options = (&of.device, DType::I32);
-                let step = Step {
-                    tokens: Tensor::zeros([batch, 1], options),
-                    start: Tensor::zeros([batch], options),
-                    longest,
-                };
-                self.0.insert(Repeated { step, by: By::Launches(0) })
-            }
+            Some(repeated) => repeated,
+            None => Repeated::new(of, tokens.len(), longest),
         };
         let start: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
-        ops::update_inputs(&repeated.step.tokens, &tokens.concat())?;
-        ops::update_inputs(&repeated.step.start, &start)?;
-        repeated.run(of, memory)
+        self.0.insert(repeated).run(of, memory, &tokens.concat(), &start)
     }
 }
 
 impl Repeated {
-    fn run(&mut self, of: &Decoder, memory: &Memory) -> Result<Tensor<2>, Error> {
+    /// Creates a step of one token of each of `batch` sequences, of up to `longest` positions after it.
+    pub(super) fn new(of: &Decoder, batch: usize, longest: usize) -> Self {
+        let options = (&of.device, DType::I32);
+        let tokens = Tensor::zeros([batch, 1], options);
+        let step = Step { tokens, start: Tensor::zeros([batch], options), longest };
+        Self { step, by: By::Launches(0) }
+    }
+
+    /// Returns true if this thread may run it: a graph belongs to the stream of its capture, and a thread is a stream.
+    pub(super) fn is_here(&self) -> bool {
+        match &self.by {
+            By::Graph { thread, .. } => *thread == thread::current().id(),
+            By::Launches(_) => true,
+        }
+    }
+
+    pub(super) fn captured(&self) -> bool {
+        matches!(&self.by, By::Graph { graph, .. } if graph.is_hardware())
+    }
+
+    /// Returns the logits after one more token per sequence, `[batch, vocab]`. `start` are the positions of each before it.
+    pub(super) fn run(
+        &mut self,
+        of: &Decoder,
+        memory: &Memory,
+        tokens: &[u32],
+        start: &[u32],
+    ) -> Result<Tensor<2>, Error> {
+        ops::update_inputs(&self.step.tokens, tokens)?;
+        ops::update_inputs(&self.step.start, start)?;
         // A trace cannot see the kernels of a replay.
         let seen = trace::timed();
         let launches = match &mut self.by {
@@ -126,10 +139,13 @@ impl Repeated {
             By::Graph { .. } if seen => return of.logits(of.layers(memory, &self.step)?),
             By::Graph { graph, .. } => {
                 // SAFETY: the graph's closure holds clones of everything that it reads and writes, so that
-                // all of it lives as long as the graph: weights, tables, the step and the cache. Weights and
-                // tables are never written. Step and cache belong to one KvCache, which `&mut` lets one
-                // thread use at a time. The graph was captured on the stream of this thread (`Single::run`).
-                // The result is read on it, before the next step, as `Decoder::decode` says.
+                // all of it lives as long as the graph: weights, tables, the step and the cache. Tables are
+                // never written. Weights are written in place by an optimizer alone, whose caller lets no
+                // step run beside it; its launches end before the next replay, which reads the new values:
+                // they are on the same stream, or the optimizer's thread has waited for them. Step and cache
+                // belong to one KvCache or PagedCache, which `&mut` lets one thread use at a time. The graph
+                // was captured on the stream of this thread (`is_here`). The result is read on it, before the
+                // next step, as `Decoder::decode` says.
                 return read(unsafe { graph.replay() });
             }
         };

@@ -1,7 +1,7 @@
 //! Decoders on the CPU runtime, against transformers and against themselves.
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions, Weights};
+use models::{Decoder, DecoderConfig, Error, KvCache, KvFormat, LoadOptions, PagedCache, Weights};
 use ops::{Ctx, QuantizedWeight, Scales, Scheme, WeightFormat};
 
 use reference::nf4::{FourBit, dequantize};
@@ -167,9 +167,9 @@ fn logits_of_all_rows_come_in_parts() {
     }
 }
 
-/// Prompts of different lengths, prefilled one by one and in parts, decode in a batch as they do alone.
+/// Prompts in parts give the logits of whole ones.
 #[test]
-fn batches_and_parts_of_prompts_change_nothing() {
+fn parts_of_prompts_change_nothing() {
     let floats = ["llama", "mistral", "gemma2", "gemma3", "gpt2", "phi3_nf4"];
     let floats = floats.map(|name| (name, in_f32(name)));
     let bytes = ["llama", "gemma2", "qwen3"].map(|name| (name, with_bytes(name)));
@@ -178,89 +178,140 @@ fn batches_and_parts_of_prompts_change_nothing() {
     let bytes = bytes.map(|(name, decoder)| (name, decoder, 2e-3));
     for (name, decoder, bar) in floats.into_iter().chain(bytes) {
         let Golden { prompt, .. } = golden(name);
-        let lengths = [prompt.len(), 1, 7];
-        let (mut caches, mut last, mut alone) = (Vec::new(), Vec::new(), Vec::new());
-        for length in lengths {
+        for length in [prompt.len(), 7] {
             let own = &prompt[..length];
             let cache = || decoder.cache(1, prompt.len() + 12).expect("short");
-            let mut whole = cache();
-            let logits = decoder.prefill(&mut whole, &[own]).expect("room");
-            let logits = values(logits);
-            let mut parts = cache();
+            let (mut whole, mut parts) = (cache(), cache());
+            let logits = values(decoder.prefill(&mut whole, &[own]).expect("room"));
             let mut stepped = Vec::new();
             for part in own.chunks(length.div_ceil(3)) {
-                let part = decoder.prefill(&mut parts, &[part]).expect("room");
-                stepped = values(part);
+                stepped = values(decoder.prefill(&mut parts, &[part]).expect("room"));
             }
             assert!(distance(&stepped, &logits) < bar, "{name}: {length} tokens in parts");
             assert_eq!((parts.tokens(0), parts.lengths()), (own, vec![length]));
-            alone.extend(greedy(&decoder, &mut whole, logits, 12));
-            caches.push((parts, 1));
-            last.extend(stepped);
+            let mut tokens = || greedy(&decoder, &mut whole, logits.clone(), 12);
+            assert_eq!(greedy(&decoder, &mut parts, stepped, 12), tokens(), "{name}");
         }
-        let mut batch = KvCache::stack(caches);
-        assert_eq!((batch.batch(), batch.lengths()), (3, lengths.to_vec()));
-        assert_eq!(greedy(&decoder, &mut batch, last, 12), alone, "{name}");
     }
 }
 
-/// Sequences of one prompt share its pages, and give the same tokens as alone.
+/// Returns the most likely tokens of sequences after `last`, and the numbers of the sequences that remain.
+fn greedy_in_pages(
+    decoder: &Decoder,
+    cache: &mut PagedCache,
+    sequences: &[usize],
+    mut last: Vec<f32>,
+    count: usize,
+) -> Vec<Vec<u32>> {
+    let mut tokens = vec![Vec::new(); sequences.len()];
+    for _ in 0..count {
+        let next: Vec<u32> = last.chunks(decoder.config().vocab).map(best).collect();
+        tokens.iter_mut().zip(&next).for_each(|(own, token)| own.push(*token));
+        let rows: Vec<_> = sequences.iter().copied().map(Some).collect();
+        last = values(decoder.decode_paged(cache, &rows, &next).expect("room"));
+    }
+    tokens
+}
+
+/// Sequences of prompts of different lengths pass together, share pages, and give the tokens that each gives alone. They may
+/// leave, and others take their pages.
 #[test]
-fn sequences_share_the_pages_of_their_prompt() {
-    let floats = ["llama", "mistral", "gemma2", "gpt2", "phi3_nf4"];
+fn sequences_in_pages_are_those_that_are_alone() {
+    let floats = ["llama", "mistral", "gemma2", "gemma3", "gpt2", "qwen3", "phi3_nf4"];
     let floats = floats.map(|name| (name, in_f32(name)));
-    let bytes = ["llama", "gpt2"].map(|name| (name, with_bytes(name)));
-    for (name, decoder) in floats.into_iter().chain(bytes) {
-        let Golden { prompt, .. } = golden(name);
-        // Prompts of one full page, more, and less.
+    let floats = floats.map(|(name, decoder)| (name, decoder, 1e-5));
+    // Parts of a prompt differ in the last bits, which may change one byte of an int8 cache.
+    let bytes = ["llama", "gpt2", "qwen3"].map(|name| (name, with_bytes(name), 2e-3));
+    for (name, decoder, bar) in floats.into_iter().chain(bytes) {
+        let (Golden { prompt, .. }, vocab) = (golden(name), decoder.config().vocab);
         let long: Vec<u32> = prompt.iter().copied().cycle().take(67).collect();
-        let (mut caches, mut last, mut alone) = (Vec::new(), Vec::new(), Vec::new());
-        for (length, times) in [(64, 2), (67, 3), (3, 1)] {
-            let own = || {
-                let mut cache = decoder.cache(1, 100).expect("short");
-                let logits = decoder.prefill(&mut cache, &[&long[..length]]);
-                (cache, values(logits.expect("room")))
-            };
-            let (mut cache, logits) = own();
-            let tokens = greedy(&decoder, &mut cache, logits.clone(), 8);
-            alone.extend(vec![tokens[0].clone(); times]);
-            last.extend(vec![logits; times].concat());
-            caches.push((own().0, times));
-        }
-        let apart: u64 = caches.iter().map(|(cache, times)| cache.bytes() * *times as u64).sum();
-        let mut batch = KvCache::stack(caches);
-        assert!(batch.shares());
-        // Nine pages of 64 positions in place of six runs of 100.
-        assert_eq!(batch.bytes(), apart / 600 * 9 * 64, "{name}");
-        assert_eq!(batch.lengths(), [64, 64, 67, 67, 67, 3]);
-        assert_eq!(greedy(&decoder, &mut batch, last, 8), alone, "{name}");
-
-        // Some sequences continue without the others, by several tokens, and each writes its own pages.
-        let mut two = batch.keep(&[4, 2]);
-        let next = [[7; 20], [9; 20]];
-        let logits = values(decoder.prefill(&mut two, &next).expect("room"));
-        for (tokens, logits) in next.iter().zip(logits.chunks(decoder.config().vocab)) {
+        let alone = |tokens: &[u32]| {
             let mut cache = decoder.cache(1, 100).expect("short");
-            let whole = [&long[..], &alone[2][..7], tokens].concat();
-            let want = decoder.prefill(&mut cache, &[whole]).expect("room");
-            assert!(distance(logits, &values(want)) < 1e-5, "{name}");
+            let logits = values(decoder.prefill(&mut cache, &[tokens]).expect("room"));
+            (greedy(&decoder, &mut cache, logits.clone(), 8).remove(0), logits)
+        };
+        // One full page, more, less, and one token.
+        let groups = [64, 67, 3, 1].map(|length| &long[..length]);
+        let pages: usize = groups.iter().map(|own| PagedCache::pages(own.len(), 2, 100)).sum();
+        assert_eq!(pages, 3 + 3 + 4 + 4);
+        let mut cache = decoder.paged_cache(pages, 100).expect("short");
+        let mut apart = decoder.cache(1, 1).expect("short").bytes();
+        apart *= 64 * (pages as u64 + 1);
+        assert_eq!(cache.bytes(), apart, "{name}");
+        for _ in 0..2 {
+            let made = decoder.prefill_groups(&mut cache, &groups, 2).expect("room");
+            let (sequences, logits) = (made.0.concat(), values(made.1));
+            assert_eq!((sequences.len(), cache.free_pages()), (8, 0));
+            let mut want = Vec::new();
+            for (own, logits) in groups.iter().zip(logits.chunks(vocab)) {
+                let (tokens, alone) = alone(own);
+                assert!(distance(logits, &alone) < bar, "{name}: {} tokens", own.len());
+                want.extend([tokens.clone(), tokens]);
+            }
+            let each = |row: &[f32]| [row, row].concat();
+            let twice: Vec<f32> = logits.chunks(vocab).flat_map(each).collect();
+            let half = twice[2 * vocab..6 * vocab].to_vec();
+            let have = greedy_in_pages(&decoder, &mut cache, &sequences, twice, 8);
+            assert_eq!(have, want, "{name}");
+            assert_eq!(cache.tokens(sequences[1]).expect("there")[64..], want[1], "{name}");
+
+            // The first and the last pair leave, and another prompt takes their pages beside the others.
+            for gone in [0, 1, 6, 7] {
+                cache.leave(sequences[gone]);
+            }
+            assert_eq!((cache.tokens(sequences[0]), cache.free_pages()), (None, 7));
+            let other = &long[3..60];
+            let (new, _) = decoder.prefill_groups(&mut cache, &[other], 3).expect("room");
+            let (tokens, logits) = alone(other);
+            let have = greedy_in_pages(&decoder, &mut cache, &new[0], logits.repeat(3), 8);
+            assert_eq!(have, vec![tokens; 3], "{name}");
+            let next: Vec<u32> = half.chunks(vocab).map(best).collect();
+            // A row in the middle has no sequence.
+            let rows = [Some(sequences[2]), Some(sequences[3]), None, Some(sequences[5])];
+            let went_on = decoder.decode_paged(&mut cache, &rows, &next);
+            let last = values(went_on.expect("room"));
+            let whole = [groups[1], &want[2][..], &next[..1]].concat();
+            assert!(distance(&last[..vocab], &alone_logits(&decoder, &whole)) < bar, "{name}");
+            cache.clear();
+            assert_eq!(cache.free_pages(), pages);
         }
     }
 }
 
-/// A prompt that fills the whole capacity leaves no free position, and is shared too.
+fn alone_logits(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
+    let mut cache = decoder.cache(1, tokens.len()).expect("short");
+    values(decoder.prefill(&mut cache, &[tokens]).expect("room"))
+}
+
+/// A prompt that fills its pages leaves no free position. Mistakes are errors that change nothing.
 #[test]
-fn sequences_share_a_prompt_that_fills_its_pages() {
+fn a_cache_in_pages_refuses_what_does_not_fit() {
     let decoder = in_f32("llama");
-    let tokens: Vec<u32> = golden("llama").prompt.iter().copied().cycle().take(64).collect();
-    let full = |decoder: &Decoder| {
-        let mut cache = decoder.cache(1, 64).expect("short");
-        decoder.prefill(&mut cache, &[&tokens]).expect("room");
-        cache
+    let tokens: Vec<u32> = golden("llama").prompt.iter().copied().cycle().take(65).collect();
+    let mut cache = decoder.paged_cache(2, 64).expect("short");
+    let (sequences, _) = decoder.prefill_groups(&mut cache, &[&tokens[..64]], 3).expect("room");
+    assert_eq!((&sequences[0][..], cache.free_pages()), (&[0, 1, 2][..], 1));
+    let full = decoder.decode_paged(&mut cache, &[Some(0)], &[1]);
+    assert!(matches!(full, Err(Error::Full { need: 65, capacity: 64 })));
+    let mut refused = |prompts: &[&[u32]], completions| {
+        decoder.prefill_groups(&mut cache, prompts, completions).map(drop)
     };
-    let batch = KvCache::stack(vec![(full(&decoder), 3)]);
-    assert!(batch.shares());
-    assert_eq!((batch.lengths(), batch.bytes()), (vec![64; 3], full(&decoder).bytes()));
+    assert!(matches!(refused(&[&tokens], 1), Err(Error::Full { need: 65, .. })));
+    assert!(matches!(refused(&[&tokens[..2]], 2), Err(Error::Pages { need: 2, have: 1 })));
+    let both = refused(&[&tokens[..2], &tokens[..3]], 1);
+    assert!(matches!(both, Err(Error::Pages { need: 1, have: 0 })));
+    assert!(matches!(refused(&[&[]], 1), Err(Error::Step { .. })));
+    assert!(matches!(refused(&[], 1), Err(Error::Step { .. })));
+    assert!(matches!(refused(&[&[u32::MAX]], 1), Err(Error::Token { .. })));
+    assert_eq!(cache.free_pages(), 1);
+    cache.leave(1);
+    assert_eq!(cache.free_pages(), 1);
+    let left = decoder.decode_paged(&mut cache, &[Some(1)], &[1]);
+    assert!(matches!(left, Err(Error::Left { sequence: 1 })));
+    let none = decoder.decode_paged(&mut cache, &[], &[]);
+    assert!(matches!(none, Err(Error::Step { .. })));
+    let max = decoder.config().context().expect("it has one");
+    assert!(matches!(decoder.paged_cache(1, max + 1), Err(Error::Context { .. })));
 }
 
 /// An int8 cache takes about a quarter of f32, and the logits stay close.

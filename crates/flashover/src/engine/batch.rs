@@ -1,14 +1,13 @@
 use std::ops::ControlFlow;
 
 use burn::tensor::Tensor;
-use models::KvCache;
+use models::{Decoder, KvCache, PagedCache};
 
 use super::Engine;
 use super::error::GenerateError;
 use super::request::{FinishReason, Request};
 use super::sampler::Sampler;
 use super::sampling::{Place, Sampling, Token};
-use super::session::Session;
 use super::text::Writing;
 
 /// A completion of a prompt.
@@ -97,32 +96,54 @@ impl Engine {
                 self.tokenizer()?;
             }
         }
+        let _weights = self.reading();
         let all = self.0.reader.workload(asked, completions);
         let context = all.context;
         if !self.0.reader.decodes_together(context) {
             return self.one_by_one(asked, completions, context, &mut seen);
         }
-        let _grant = self.admit(all)?;
-        let (mut caches, mut growing, mut logits) = (Vec::new(), Vec::new(), Vec::new());
+        let _grant = self.admit(all.clone())?;
+        let lengths = || asked.iter().map(|(tokens, _)| tokens.len());
+        let pages = lengths().map(|len| PagedCache::pages(len, completions, context)).sum();
+        let mut cache = self.paged_within(pages, &all, lengths().sum())?;
+        self.generate_in(&mut cache, asked, completions, &mut seen)
+    }
+
+    /// Generates completions of sequences in `cache`, which has no others, and has room for them.
+    pub(crate) fn generate_in(
+        &self,
+        cache: &mut PagedCache,
+        asked: &[(&[u32], &Request)],
+        completions: usize,
+        seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
+    ) -> Result<Vec<Vec<Completion>>, GenerateError> {
+        cache.clear();
+        let prompts: Vec<&[u32]> = asked.iter().map(|(tokens, _)| *tokens).collect();
+        if prompts.iter().any(|own| own.is_empty()) {
+            return Err(GenerateError::EmptyPrompt);
+        }
+        let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();
+        if prompts.is_empty() || completions == 0 {
+            return Ok(answers);
+        }
+        self.precompile_groups(cache, &prompts, completions)?;
+        let (groups, after) = self.decoder().prefill_groups(cache, &prompts, completions)?;
+        let mut growing = Vec::new();
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
-            let _stream_guard = ops::stream_guard();
-            let mut session = Session::within(self.clone(), context)?;
-            let after = session.prefill(tokens, false)?;
             for completion in 0..completions {
                 growing.push(self.growing(tokens, request, [prompt, completion])?);
             }
-            logits.push(after.repeat_dim(0, completions));
-            caches.push((session.into_parts().0, completions));
         }
-        if !growing.is_empty() {
-            let stream_guard = ops::stream_guard();
-            let (cache, logits) = (KvCache::stack(caches), Tensor::cat(logits, 0));
-            drop(stream_guard);
-            let cache = self.checked_cache(cache)?;
-            self.precompile(&cache, 0, true)?;
-            self.grow(&mut growing, cache, logits, &mut seen)?;
-        }
-        let mut answers: Vec<Vec<Completion>> = asked.iter().map(|_| Vec::new()).collect();
+        let logits = {
+            let _stream_guard = ops::stream_guard();
+            let [rows, vocab] = after.dims();
+            let each = after.reshape([rows, 1, vocab]).repeat_dim(1, completions);
+            each.reshape([rows * completions, vocab])
+        };
+        let capacity = cache.capacity();
+        let mut sequences =
+            InPages { cache, rows: groups.concat().into_iter().map(Some).collect() };
+        self.grow(&mut growing, &mut sequences, capacity, logits, seen)?;
         for own in growing {
             answers[own.prompt].push(own.completion());
         }
@@ -146,8 +167,9 @@ impl Engine {
             let mut session = self.session(context)?;
             let logits = session.prefill(tokens, true)?;
             let mut own = [self.growing(tokens, request, place)?];
-            let (cache, _grant) = session.into_parts();
-            cancelled = self.grow(&mut own, cache, logits, seen)?;
+            let (mut cache, _grant) = session.into_parts();
+            let capacity = cache.capacity();
+            cancelled = self.grow(&mut own, &mut cache, capacity, logits, seen)?;
             let [own] = own;
             Ok(own.completion())
         };
@@ -176,7 +198,8 @@ impl Engine {
     fn grow(
         &self,
         batch: &mut [Growing<'_>],
-        mut cache: KvCache,
+        sequences: &mut impl Decodes,
+        capacity: usize,
         mut logits: Tensor<2>,
         seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
     ) -> Result<bool, GenerateError> {
@@ -190,10 +213,13 @@ impl Engine {
         loop {
             let mut cancelled = false;
             let places: Vec<Place> = rows.iter().map(|at| batch[*at].place()).collect();
-            for (at, token) in rows.iter().zip(own.sample(self, logits, &places)?) {
-                let own = &mut batch[*at];
+            for (row, token) in own.sample(self, logits, &places)?.into_iter().enumerate() {
+                let own = &mut batch[rows[row]];
                 if own.end.is_none() {
-                    cancelled |= seen(own.step(self, token, cache.capacity())?).is_break();
+                    cancelled |= seen(own.step(self, token, capacity)?).is_break();
+                    if own.end.is_some() {
+                        sequences.end(row);
+                    }
                 }
             }
             if cancelled {
@@ -205,17 +231,61 @@ impl Engine {
             if open.is_empty() {
                 return Ok(false);
             }
-            // Ended sequences stay in the batch while the cache has room. They repeat their last token, and their
-            // logits are ignored.
-            if cache.lengths().iter().any(|length| *length == cache.capacity()) {
-                cache = self.checked_cache(cache.keep(&open))?;
+            // Rows of ended sequences go when a step of fewer rows serves the others.
+            if PagedCache::rows(open.len()) < PagedCache::rows(rows.len()) {
+                sequences.keep(&open);
                 rows = open.into_iter().map(|row| rows[row]).collect();
                 own = sampler(batch, &rows);
             }
             let last = |at: &usize| *batch[*at].seen.last().expect("a prompt has tokens");
             let next: Vec<u32> = rows.iter().map(last).collect();
-            logits = self.decoder().decode(&mut cache, &next)?;
+            logits = sequences.decode(self.decoder(), &next)?;
         }
+    }
+}
+
+/// Sequences of a batch that decode together, one per row.
+trait Decodes {
+    /// Runs one more token of each row, and returns the logits after it.
+    fn decode(&mut self, decoder: &Decoder, tokens: &[u32]) -> Result<Tensor<2>, models::Error>;
+
+    /// Ends the sequence of a row. The row stays, and its logits are ignored.
+    fn end(&mut self, row: usize);
+
+    /// Keeps only some of the rows, in this order.
+    fn keep(&mut self, rows: &[usize]);
+}
+
+/// One sequence.
+impl Decodes for KvCache {
+    fn decode(&mut self, decoder: &Decoder, tokens: &[u32]) -> Result<Tensor<2>, models::Error> {
+        decoder.decode(self, tokens)
+    }
+
+    fn end(&mut self, _row: usize) {}
+
+    fn keep(&mut self, _rows: &[usize]) {}
+}
+
+/// Sequences in pages; none for a row whose sequence has ended.
+struct InPages<'a> {
+    cache: &'a mut PagedCache,
+    rows: Vec<Option<usize>>,
+}
+
+impl Decodes for InPages<'_> {
+    fn decode(&mut self, decoder: &Decoder, tokens: &[u32]) -> Result<Tensor<2>, models::Error> {
+        decoder.decode_paged(self.cache, &self.rows, tokens)
+    }
+
+    fn end(&mut self, row: usize) {
+        if let Some(sequence) = self.rows[row].take() {
+            self.cache.leave(sequence);
+        }
+    }
+
+    fn keep(&mut self, rows: &[usize]) {
+        self.rows = rows.iter().map(|row| self.rows[*row]).collect();
     }
 }
 

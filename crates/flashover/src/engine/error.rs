@@ -65,6 +65,17 @@ pub enum GenerateError {
         /// Number of tokens before these logits.
         position: usize,
     },
+    /// A trainer changed the weights after the session's keys and values were computed.
+    #[error(
+        "the session is of version {session} of the weights, and a training step made version {weights}\nhint: start a new \
+         session after a step"
+    )]
+    Stale {
+        /// Version of the session.
+        session: u64,
+        /// Version of the weights.
+        weights: u64,
+    },
     /// A profile was started during another recording.
     #[error(transparent)]
     Recording(#[from] trace::AlreadyRecording),

@@ -2,7 +2,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use arch::ArchProfile;
-use models::{Adapter, DecoderConfig, GenerationConfig, KvCache, Weights, Workload};
+use models::{Adapter, DecoderConfig, GenerationConfig, PagedCache, Weights, Workload};
 use text::{ChatTemplate, Message, Prompt, SpecialTokens, Tokenizer};
 
 use super::error::GenerateError;
@@ -322,9 +322,10 @@ impl Reader {
         if !self.decodes_together(context) {
             return Workload::new(1, context);
         }
-        let once: usize = asked.iter().map(|(prompt, _)| KvCache::shareable(prompt.len())).sum();
+        let once: usize = asked.iter().map(|(prompt, _)| PagedCache::shared(prompt.len())).sum();
         let shared = once.saturating_mul(completions.saturating_sub(1));
-        Workload { shared, ..Workload::new(asked.len().saturating_mul(completions), context) }
+        let batch = asked.len().saturating_mul(completions);
+        Workload { shared: Some(shared), ..Workload::new(batch, context) }
     }
 
     /// Returns true if sequences of this length can decode together. A longer sequence needs other RoPE frequencies for

@@ -12,6 +12,7 @@ use super::folder::{ModelFolder, Reader};
 use super::pages::Pages;
 use super::precompile::{Precompilation, Precompiled};
 use super::sampler;
+use super::version::Version;
 use super::{Engine, Inner};
 use crate::context::{context, log_warnings, on_burn};
 use crate::device::Device;
@@ -84,6 +85,7 @@ impl Engine {
             planned: prepared.planned,
             ledger: Arc::default(),
             precompiled: Precompiled::default(),
+            version: Version::default(),
             pages: Pages(device.clone()),
         })
     }
@@ -144,6 +146,7 @@ impl Engine {
             planned,
             ledger: Arc::default(),
             precompiled: Precompiled::default(),
+            version: Version::default(),
             pages: Pages(device.clone()),
         })
     }

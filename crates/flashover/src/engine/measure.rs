@@ -209,6 +209,7 @@ impl Engine {
     /// in memory.
     pub fn measure(&self, test: SpeedTest, repetitions: usize) -> Result<Speed, GenerateError> {
         let SpeedTest { generated, depth, batch, .. } = test;
+        let _weights = self.reading();
         let mut run = Run::new(self, test)?;
         self.precompile(&run.cache, test.prompt, generated > 0)?;
         let profile = self.0.device.profile();

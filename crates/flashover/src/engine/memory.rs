@@ -1,7 +1,7 @@
 //! Device memory next to a model's weights: planning, admission of sessions, and return of free pages.
 
 use burn::tensor::Tensor;
-use models::{Footprint, KvCache, Workload};
+use models::{Footprint, KvCache, MOST_PACKED, PagedCache, Workload};
 
 use super::Engine;
 use super::error::GenerateError;
@@ -96,6 +96,24 @@ impl Engine {
         }
         let cache = self.decoder().cache(batch, context)?;
         self.checked_cache(cache)
+    }
+
+    /// Allocates a cache in pages of an admitted workload, whose prompts have `prompts` tokens.
+    pub(crate) fn paged_within(
+        &self,
+        pages: usize,
+        need: &Workload,
+        prompts: usize,
+    ) -> Result<PagedCache, GenerateError> {
+        let all = self.0.planned.footprint(need)?;
+        self.give_back_more_than(all.kept() + all.transient())?;
+        // A pool makes every later page as large as its largest, so this one is that of the prefill.
+        let together = prompts.min(MOST_PACKED).max(need.context);
+        let parts = self.0.planned.footprint(&Workload::new(1, together))?;
+        self.reserve_page(parts.activations + parts.workspace)?;
+        let cache = self.decoder().paged_cache(pages, need.context)?;
+        cache.check_allocation().map_err(|why| self.allocation_error::<GenerateError>(why))?;
+        Ok(cache)
     }
 
     /// Checks the allocation of a cache and returns it. Ops on the cache could not report a failed allocation.

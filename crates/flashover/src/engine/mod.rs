@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! ModelFolder  tokenizer, generation settings and mapped weights      on no device
-//! Engine       the same, with weights on a device                    immutable
+//! Engine       the same, with weights on a device                    changed by a trainer alone
 //! Session      KV cache of one sequence                              yields tokens
 //! ```
 
@@ -24,6 +24,7 @@ mod sampling;
 mod session;
 mod text;
 mod trainable;
+mod version;
 
 use std::fmt;
 use std::path::Path;
@@ -37,6 +38,7 @@ use crate::memory::{Ledger, PlannedModel, compute_name};
 use folder::Reader;
 use pages::Pages;
 use precompile::Precompiled;
+use version::Version;
 
 pub use batch::{BatchStep, Completion};
 pub use builder::{BuildProgress, EngineBuilder};
@@ -53,8 +55,12 @@ pub use session::{Session, Tokens};
 pub use text::TextStream;
 pub use trainable::Start;
 pub(crate) use trainable::{Exact, SourceFiles, Trainable, host_link};
+pub(crate) use version::Exclusive;
 
 /// A model on a device. Clones share it.
+///
+/// The weights change only if a [`Trainer`](crate::train::Trainer) of all weights owns them: its steps write them in place, and
+/// sessions from before a step are refused.
 ///
 /// Several threads may generate at the same time, each on its own stream. Under compute-sanitizer, two threads are not
 /// clean while one captures a graph: a capture is sometimes invalidated (CUDA error 901), while results are right.
@@ -69,6 +75,7 @@ struct Inner {
     ledger: Arc<Ledger>,
     /// Shapes whose kernels are compiled.
     precompiled: Precompiled,
+    version: Version,
     /// Last field, so that it is dropped last.
     pages: Pages,
 }

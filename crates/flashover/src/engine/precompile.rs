@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use burn::tensor::{Device, Tensor};
-use models::{Decoder, KvCache};
+use models::{Decoder, KvCache, PagedCache};
 use ops::{Ctx, OpError};
 
 use super::Engine;
@@ -15,7 +15,7 @@ use super::error::GenerateError;
 use super::sampler;
 use crate::options::EngineOptions;
 
-/// Shapes whose kernels are compiled: batch, tokens of the prefill (0 for none), positions, and 1 with the decode step.
+/// Shapes whose kernels are compiled: batch, tokens of the prefill (0 for none), positions, and 1 with the decode step; 2 for a batch.
 pub(super) type Precompiled = Mutex<BTreeSet<[usize; 4]>>;
 
 impl Engine {
@@ -37,6 +37,31 @@ impl Engine {
             drop(done);
             let sampling = sampler::rehearse(!self.absent().is_empty());
             self.decoder().rehearse(cache, seq, decode, sampling)?.compile();
+        }
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// Compiles the kernels of a batch: its prefill, the first decode step, and sampling. Each shape compiles once.
+    pub(super) fn precompile_groups(
+        &self,
+        cache: &mut PagedCache,
+        prompts: &[&[u32]],
+        completions: usize,
+    ) -> Result<(), GenerateError> {
+        if !Ctx::precompiles(self.decoder().device()) {
+            return Ok(());
+        }
+        let rows = PagedCache::rows(prompts.len() * completions);
+        let prompt: usize = prompts.iter().map(|own| own.len()).sum();
+        let longest = prompts.iter().map(|own| own.len()).max().unwrap_or(0);
+        let shape = [rows, prompt.next_power_of_two(), longest.next_power_of_two(), 2];
+        let mut done = self.0.precompiled.lock().unwrap_or_else(PoisonError::into_inner);
+        if done.insert(shape) {
+            drop(done);
+            let sampling = sampler::rehearse(!self.absent().is_empty());
+            self.decoder().rehearse_groups(cache, prompts, completions, sampling)?.compile();
         }
         Ok(())
     }

@@ -14,8 +14,10 @@ use crate::memory::Grant;
 #[derive(Debug)]
 pub struct Session {
     cache: KvCache,
-    /// None if a batch holds the grant.
+    /// None for a context longer than the model's, which its decoder refuses.
     grant: Option<Grant>,
+    /// Version of the weights at the start.
+    version: u64,
     /// Last field, so that it is dropped last: the last engine of a model returns its pages.
     engine: Engine,
 }
@@ -49,13 +51,8 @@ impl Engine {
 impl Session {
     pub(super) fn new(engine: Engine, context: usize) -> Result<Self, GenerateError> {
         let (cache, grant) = engine.cache(1, context)?;
-        Ok(Self { engine, cache, grant })
-    }
-
-    /// Starts a session of a batch that was already admitted.
-    pub(super) fn within(engine: Engine, context: usize) -> Result<Self, GenerateError> {
-        let cache = engine.cache_within(1, context)?;
-        Ok(Self { engine, cache, grant: None })
+        let version = engine.version();
+        Ok(Self { engine, cache, grant, version })
     }
 
     pub(super) fn into_parts(self) -> (KvCache, Option<Grant>) {
@@ -78,22 +75,24 @@ impl Session {
         self.cache.capacity()
     }
 
-    /// Clears the KV cache.
+    /// Clears the KV cache. A stale session is then of the engine's present weights.
     pub fn clear(&mut self) {
         self.cache.clear();
+        self.version = self.engine.version();
     }
 
     /// Appends tokens to the KV cache and returns the logits after each of them, `[tokens, vocab]` row by row. Logits
     /// are downloaded in pieces, so they take no more device memory than planned.
     ///
     /// # Errors
-    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Model`] for tokens outside of the vocabulary or more than the
+    /// [`GenerateError::EmptyPrompt`]; [`GenerateError::Stale`]; [`GenerateError::Model`] for tokens outside of the vocabulary or more than the
     /// session has room for.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<f32>, GenerateError> {
         if tokens.is_empty() {
             return Err(GenerateError::EmptyPrompt);
         }
-        let Self { engine, cache, .. } = self;
+        let Self { engine, cache, version, .. } = self;
+        let _weights = engine.reading_as(*version)?;
         let mut logits = Vec::new();
         engine.decoder().prefill_each(cache, tokens, |made| {
             logits.extend(engine.on_host(made)?);
@@ -124,6 +123,7 @@ impl Session {
         if tokens.is_empty() {
             return Err(GenerateError::EmptyPrompt);
         }
+        let _weights = self.engine.reading_as(self.version)?;
         self.engine.precompile(&self.cache, tokens.len(), decodes)?;
         Ok(self.engine.decoder().prefill(&mut self.cache, &[tokens])?)
     }
@@ -157,7 +157,8 @@ impl<S: BorrowMut<Session>> Tokens<S> {
     /// Decodes the last token and samples the next one.
     fn sample(&mut self) -> Result<Token, GenerateError> {
         let last = self.last.take().expect("a token was returned, or one is next");
-        let Session { engine, cache, .. } = self.session.borrow_mut();
+        let Session { engine, cache, version, .. } = self.session.borrow_mut();
+        let _weights = engine.reading_as(*version)?;
         let logits = engine.decoder().decode(cache, &[last])?;
         let place = Place { position: cache.tokens(0).len(), completion: 0 };
         let mut sampled = self.sampler.sample(engine, logits, &[place])?;

@@ -17,6 +17,7 @@ use super::folder::{ModelFolder, Reader};
 use super::load::known_configs;
 use super::pages::Pages;
 use super::precompile::Precompiled;
+use super::version::Version;
 use super::{Engine, Inner};
 use crate::context::on_burn;
 use crate::device::Device;
@@ -202,6 +203,7 @@ impl Engine {
             planned,
             ledger: Arc::default(),
             precompiled: Precompiled::default(),
+            version: Version::default(),
             pages: Pages(device.clone()),
         })?;
         Ok(Trainable { engine, weights, master, link, files })

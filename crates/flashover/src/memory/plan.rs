@@ -151,7 +151,7 @@ impl Plan {
                 format!("{context} tokens fit with a batch of {batch}")
             }
             (_, Some(batch)) if batch > 0 => format!("a batch of {batch} fits"),
-            _ if shared > 0 => "use fewer completions or fewer new tokens".to_owned(),
+            _ if shared.unwrap_or(0) > 0 => "use fewer completions or fewer new tokens".to_owned(),
             _ => "use a larger budget or a smaller model".to_owned(),
         };
         match (self.weight_format, &*self.dtype) {

@@ -156,7 +156,8 @@ impl PlannedModel {
         };
         let fits = |workload| fitting_bytes(self, &workload).is_some();
         // The number of shared positions holds only for this batch and context.
-        let known = |max: usize| budget_bytes.filter(|_| workload.shared == 0).map(|_| max);
+        let known =
+            |max: usize| budget_bytes.filter(|_| workload.shared.unwrap_or(0) == 0).map(|_| max);
         let context = self.config.context().unwrap_or(MAX_POSITIONS).min(MAX_POSITIONS);
         let lighter = workload.training.iter().filter(|_| !fits(workload.clone()));
         let lighter = lighter.flat_map(|training| self.lighter(training)).filter_map(|options| {

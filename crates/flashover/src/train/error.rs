@@ -39,6 +39,11 @@ pub enum TrainError {
     /// Options that exclude each other.
     #[error("cannot {0}")]
     Unsupported(&'static str),
+    /// Others generate with the weights that a step would change.
+    #[error(
+        "others generate with the weights, which a training step changes\nhint: wait for them, or train a copy of the model"
+    )]
+    Busy,
     /// An earlier attempt to allocate the optimizer's state failed, and took the master weights.
     #[error(
         "the trainer lost its master weights when it ran out of memory\nhint: load the model again"

@@ -25,7 +25,7 @@ use serde::Serialize;
 
 use crate::device::Device;
 use crate::device_error::{DeviceError, check_free};
-use crate::engine::{Engine, Exact, SourceFiles, Trainable, host_link};
+use crate::engine::{Engine, Exact, Exclusive, SourceFiles, Trainable, host_link};
 use crate::memory::{Grant, Plan, PlanError, check_host};
 use crate::model_files::CONFIG;
 use crate::options::EngineOptions;
@@ -356,7 +356,8 @@ impl Trainer {
     ///
     /// # Errors
     /// [`TrainError::Model`] for invalid examples; [`TrainError::Plan`], before anything is computed, for batches that
-    /// exceed the device or the budget; [`TrainError::Diverged`] for a gradient that is not finite, which changes no value, or
+    /// exceed the device or the budget; [`TrainError::Busy`] while others generate with weights that are trained;
+    /// [`TrainError::Diverged`] for a gradient that is not finite, which changes no value, or
     /// for a loss that is not finite; [`TrainError::Device`].
     pub fn step(&mut self, micro_batches: &[Vec<Example>]) -> Result<StepMetrics, TrainError> {
         let all = micro_batches.iter().map(|batch| Ok(batch.clone()));
@@ -389,6 +390,11 @@ impl Trainer {
         let _first = trace::first(|| "train step");
         let _step = trace::span(|| format!("train step {}", self.done + 1));
         self.engine.note_memory();
+        let engine = self.engine.clone();
+        let mut weights = match self.subject {
+            Subject::Weights { .. } => Some(engine.exclusive().ok_or(TrainError::Busy)?),
+            Subject::Adapter(_) => None,
+        };
         let (mut size, mut weighted) = (StepSize::default(), false);
         for batch in micro_batches.clone() {
             if !goes_on() {
@@ -443,6 +449,7 @@ impl Trainer {
         let (learning_rate, step) = (self.schedule.rate(self.done), self.done + 1);
         {
             let _optimizer = trace::span(|| "optimizer");
+            weights.as_mut().map(Exclusive::change);
             optimizer.step(decoder.ctx(), gradients, learning_rate)?;
         }
         let control = optimizer.control().clone();

@@ -1,5 +1,6 @@
 //! Tests of training.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use checkpoint::Checkpoint;
@@ -7,7 +8,7 @@ use flashover::train::{
     AdamWOptions, Adapter, Dataset, DatasetError, Example, FullOptions, LoraOptions, Moments,
     MuonOptions, Offload, Recompute, Schedule, Start, TrainError, TrainOptions, Trainer,
 };
-use flashover::{Compute, Engine, EngineOptions, ModelFolder};
+use flashover::{Completion, Compute, Engine, EngineOptions, GenerateError, ModelFolder, Request};
 use models::Weights;
 use serde_json::json;
 
@@ -314,4 +315,55 @@ fn a_saved_model_has_the_trained_weights() {
         assert!(logits(trainer.engine()) == logits(&after), "{name}: after");
         assert!(logits(&load(name)) != logits(&after), "{name}: nothing was trained");
     }
+}
+
+/// After a step of all weights the engine generates what the saved model does, older sessions are refused, and so is a step
+/// while others generate.
+#[test]
+fn a_step_makes_older_sessions_stale() {
+    let start = Start::Folder(Box::new(ModelFolder::open(fixture("llama")).expect("a fixture")));
+    let options = FullOptions { schedule: Schedule::constant(1e-2), ..FullOptions::default() };
+    let mut trainer =
+        Trainer::full(&cpu(), start, &EngineOptions::default(), options).expect("dense");
+    let engine = trainer.engine().clone();
+    let request = Request { max_new_tokens: Some(8), stop_tokens: Vec::new(), ..engine.request() };
+    let prompts = [vec![5, 6, 7], vec![8, 9, 10, 11, 12]];
+    let of = |engine: &Engine| {
+        let all = engine.generate_batch(&prompts, 2, &request).expect("it answers");
+        let ids = |own: &Completion| own.tokens.iter().map(|token| token.id).collect::<Vec<_>>();
+        all.iter().flatten().map(ids).collect::<Vec<_>>()
+    };
+    let before = of(&engine);
+    let mut session = engine.session(64).expect("it fits");
+    let mut tokens = session.generate(&prompts[0], &request).expect("it answers");
+    assert_eq!(tokens.next().expect("a token").expect("finite").id, before[0][0]);
+    tokens.next().expect("a token").expect("finite");
+    steps(&mut trainer, 3);
+    assert_eq!(engine.version(), 3);
+    // The iterator has computed no token in advance, so its next one is of the new weights.
+    let stale = tokens.next().expect("an error");
+    assert!(matches!(stale, Err(GenerateError::Stale { session: 0, weights: 3 })), "{stale:?}");
+    assert!(tokens.next().is_none());
+    let stale = session.logits(&[1]).expect_err("its keys are old");
+    assert!(stale.to_string().contains("hint: start a new session after a step"), "{stale}");
+    session.clear();
+    session.logits(&[1]).expect("an empty session has no keys");
+
+    let target = tempfile::tempdir().expect("a folder");
+    trainer.save(target.path().join("after")).expect("writable");
+    let after = Engine::load(&cpu(), target.path().join("after"), &EngineOptions::default());
+    let after = of(&after.expect("a model"));
+    assert!(of(&engine) == after && after != before, "other weights generate");
+
+    let asked: Vec<(&[u32], &Request)> = prompts.iter().map(|own| (&own[..], &request)).collect();
+    let mut refused = 0;
+    let answers = engine.generate_each_with(&asked, 1, |_| {
+        let busy = trainer.step(&[vec![example(1)]]);
+        assert!(matches!(busy, Err(TrainError::Busy)), "{busy:?}");
+        refused += 1;
+        ControlFlow::Continue(())
+    });
+    assert_eq!((answers.expect("it answers").len(), refused), (2, 16));
+    assert_eq!((trainer.done(), engine.version()), (3, 3));
+    steps(&mut trainer, 4);
 }

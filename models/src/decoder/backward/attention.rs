@@ -43,7 +43,10 @@ impl Pass<'_> {
         let y = place.keep_norm(|| self.norm(&layer.attention_norm, x.clone(), None))?;
         let qkv = place.keep(|| self.apply(&layer.qkv, y.clone(), None))?;
         let raw = layer.qk_norm.is_some().then(|| qkv.clone());
-        let heads = place.keep(|| self.heads(index, qkv))?;
+        let heads = place.keep(|| self.heads(index, qkv.clone()))?;
+        if let Some(places) = self.places {
+            places.write(self.decoder, index, self.cached(index, qkv, &heads)?)?;
+        }
         let ([q, k, v], options) = (heads.clone(), self.attention_options(index));
         let ctx = &self.decoder.ctx;
         let (attended, lse) = place.keep(|| {
@@ -125,6 +128,24 @@ impl Pass<'_> {
         };
         let v = columns(qkv, v)?;
         Ok([self.apart(q, heads)?, self.apart(k, kv_heads)?, self.apart(v, kv_heads)?])
+    }
+
+    /// Returns anything, then keys and then values, each as wide as the keys: `[rows, 3 · kv_heads · head_dim]`. `qkv` is the
+    /// projection of `heads`.
+    fn cached(
+        &self,
+        index: usize,
+        qkv: Tensor<2>,
+        [_, k, _]: &[Tensor<4>; 3],
+    ) -> Result<Tensor<2>, Error> {
+        let [_, keys, values] = self.ranges();
+        match self.weights(index).qk_norm {
+            None => Ok(columns(qkv, keys.start - keys.len()..values.end)?),
+            Some(_) => {
+                let k = self.flat(k.clone());
+                Ok(Tensor::cat(vec![k.clone(), k, columns(qkv, values)?], 1))
+            }
+        }
     }
 
     /// Returns the columns of queries, keys and values in the projection.

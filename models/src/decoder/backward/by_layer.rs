@@ -153,8 +153,13 @@ impl Decoder {
         }
         let learns = Learns::new(self, trained)?;
         let (lowest, whole) = (learns.lowest(), matches!(learns, Learns::Weights(_)));
-        let pass =
-            |batch| Pass { decoder: self, batch, learns: &learns, gradients: Some(gradients) };
+        let pass = |batch| Pass {
+            decoder: self,
+            batch,
+            learns: &learns,
+            gradients: Some(gradients),
+            places: None,
+        };
         let passes = batches.iter().map(pass).collect();
         let step = Step { passes, parking, gradients, goes_on };
         let soon = batches.len() == 1;

@@ -26,6 +26,7 @@ mod layer;
 mod loss;
 mod parking;
 mod policy;
+mod prefill;
 
 use std::ops::Range;
 
@@ -36,6 +37,7 @@ use ops::training::embed_backward;
 use super::batch::{Batch, TrainBatch};
 use super::flat::FlatWeights;
 use super::flat_adapter::FlatAdapter;
+use super::paged::Places;
 use super::{Decoder, rounded};
 use crate::names::Slot;
 use crate::parameters::Group;
@@ -47,6 +49,7 @@ pub use gradients::Gradients;
 pub use loss::{Loss, TokenStats};
 pub use parking::Parking;
 pub(super) use policy::{Objective, OnDevice};
+pub(super) use prefill::PackedPrefill;
 
 /// Activations that the backward pass recomputes instead of keeping them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -171,6 +174,8 @@ struct Pass<'a> {
     learns: &'a Learns<'a>,
     /// None to compute the loss alone.
     gradients: Option<&'a Gradients>,
+    /// Places in a cache for keys and values, if they are kept.
+    places: Option<&'a Places<'a>>,
 }
 
 impl Pass<'_> {
@@ -237,7 +242,13 @@ impl Decoder {
         let batch = &TrainBatch::new(self, batch.into())?;
         let learns = Learns::new(self, trained)?;
         let lowest = learns.lowest();
-        let pass = Pass { decoder: self, batch, learns: &learns, gradients: Some(gradients) };
+        let pass = Pass {
+            decoder: self,
+            batch,
+            learns: &learns,
+            gradients: Some(gradients),
+            places: None,
+        };
         let (x, kept) = pass.through_layers(lowest, activations)?;
         let (loss, dx) = pass.loss(x, Some((weight, scale)))?;
         let dx = pass.back_through_layers(kept, dx.expect("it is asked for"), lowest)?;
@@ -278,7 +289,7 @@ impl Decoder {
         let _stream_guard = ops::stream_guard();
         let batch = &TrainBatch::new(self, batch.into())?;
         let learns = trained.map_or(Ok(Learns::Nothing), |own| Learns::new(self, own))?;
-        let pass = Pass { decoder: self, batch, learns: &learns, gradients: None };
+        let pass = Pass { decoder: self, batch, learns: &learns, gradients: None, places: None };
         let (x, _) = pass.through_layers(self.layers.len(), &Recompute::Layers.into())?;
         Ok(pass.loss(x, None)?.0)
     }
