@@ -18,6 +18,10 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 pub(crate) const STATE: &str = "flashover_run.safetensors";
 /// Options and position of a training run.
 pub(crate) const RUN: &str = "flashover_run.json";
+/// Batch of a GRPO run between its updates.
+pub(crate) const BATCH: &str = "flashover_grpo.json";
+/// Weights of the reference of a GRPO run.
+pub(crate) const REFERENCE: &str = "flashover_reference.bin";
 
 /// Returns a hash of names and shapes of all tensors, and of their first and last values.
 pub(crate) fn hash(checkpoint: &Checkpoint) -> Result<u64, Error> {
@@ -57,7 +61,7 @@ pub(crate) fn others(model: &Path, checkpoint: &Checkpoint) -> Result<Vec<PathBu
             if entry.file_type().map_err(read)?.is_dir() {
                 folders.push(path);
             } else if entry.path().is_file()
-                && ![CONFIG, STATE, RUN].iter().any(|own| path == Path::new(own))
+                && ![CONFIG, STATE, RUN, BATCH, REFERENCE].iter().any(|own| path == Path::new(own))
                 && !is_weights(&name.to_string_lossy())
                 && !checkpoint.files().any(|file| file == entry.path())
             {

@@ -79,6 +79,35 @@ impl FlatWeights {
         Self { parameters, values }
     }
 
+    /// Returns a copy in memory of its own.
+    #[must_use]
+    pub fn copied(&self) -> Self {
+        let _stream_guard = ops::stream_guard();
+        let copy = |()| self.values.clone().mul_scalar(1.0);
+        let values = self.values.device().memory_persistent_allocations((), copy);
+        Self { parameters: self.parameters.clone(), values }
+    }
+
+    /// Returns the bytes of all values.
+    ///
+    /// # Errors
+    /// [`Error::Failed`].
+    pub fn to_host(&self) -> Result<Vec<u8>, Error> {
+        let _stream_guard = ops::stream_guard();
+        let data = self.values.clone().try_into_data();
+        let data = data.map_err(|why| Error::Failed(format!("{why:?}")))?;
+        Ok(data.as_bytes().to_vec())
+    }
+
+    /// Overwrites all values in place.
+    ///
+    /// # Errors
+    /// [`Error::Op`] for another number of bytes.
+    pub fn overwrite(&self, bytes: Vec<u8>) -> Result<(), Error> {
+        let _stream_guard = ops::stream_guard();
+        Ok(ops::training::overwrite(&self.values, 0, bytes)?)
+    }
+
     /// Writes each parameter's values, rounded, and to `exact` as they are.
     fn fill(
         &self,

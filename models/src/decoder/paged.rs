@@ -185,6 +185,12 @@ impl PagedCache {
         self.free.sort_unstable_by(|one, other| other.cmp(one));
     }
 
+    /// Drops captured graphs, which read the weights of one decoder: another decoder needs its own.
+    pub fn forget_steps(&mut self) {
+        let _stream_guard = ops::stream_guard();
+        self.steps.clear();
+    }
+
     /// Adds the sequences of a prompt, and returns their numbers.
     fn join(&mut self, prompt: &[u32], completions: usize) -> Result<Vec<usize>, Error> {
         let (length, capacity) = (prompt.len(), self.capacity);

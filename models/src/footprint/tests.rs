@@ -64,10 +64,10 @@ fn llama_3_8b_takes_what_it_is_known_to() {
     assert_eq!(bytes.activations, attention.max(dense.activations));
     let parts = four.weights + four.kv_cache + four.activations + four.workspace;
     assert_eq!(four.total(), parts + four.graph + four.pool_overhead);
-    // Sequences that share a prompt of 128 positions lie in pages of 64.
-    let shared = Workload { shared: 2 * 128, ..Workload::new(3, 150) };
+    // Sequences that share a prompt of 128 positions lie in pages of 64, next to one page of nobody.
+    let shared = Workload { shared: Some(2 * 128), ..Workload::new(3, 150) };
     let apart = llama(BF16, &Workload::new(3, 192)).kv_cache - llama(BF16, &shared).kv_cache;
-    assert_eq!(apart, 2 * 128 * 131_072 + 512 * (192 - 150));
+    assert_eq!(apart, (2 * 128 - 64) * 131_072 + 512 * (192 - 150));
 }
 
 #[test]

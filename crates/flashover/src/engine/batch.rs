@@ -15,6 +15,8 @@ use super::text::Writing;
 pub struct Completion {
     /// Generated tokens, with those of a stop sequence and without a stop token.
     pub tokens: Vec<Token>,
+    /// The stop token that ended it, if one did.
+    pub stop: Option<Token>,
     /// Text that the tokens add to the prompt's, up to a stop sequence; none for a model without a tokenizer.
     pub text: Option<String>,
     /// Reason for the end.
@@ -43,6 +45,7 @@ struct Growing<'a> {
     completion: usize,
     seen: Vec<u32>,
     tokens: Vec<Token>,
+    stop: Option<Token>,
     writing: Option<Writing>,
     text: Option<String>,
     end: Option<FinishReason>,
@@ -106,12 +109,24 @@ impl Engine {
         let lengths = || asked.iter().map(|(tokens, _)| tokens.len());
         let pages = lengths().map(|len| PagedCache::pages(len, completions, context)).sum();
         let mut cache = self.paged_within(pages, &all, lengths().sum())?;
-        self.generate_in(&mut cache, asked, completions, &mut seen)
+        self.generate_in(self.decoder(), &mut cache, asked, completions, &mut seen)
     }
 
-    /// Generates completions of sequences in `cache`, which has no others, and has room for them.
-    pub(crate) fn generate_in(
+    /// Generates completions in `cache`, which has room for them, with the weights of a decoder like the engine's.
+    pub(crate) fn generate_with(
         &self,
+        decoder: &Decoder,
+        cache: &mut PagedCache,
+        asked: &[(&[u32], &Request)],
+        completions: usize,
+    ) -> Result<Vec<Vec<Completion>>, GenerateError> {
+        let _weights = self.reading();
+        self.generate_in(decoder, cache, asked, completions, &mut |_| ControlFlow::Continue(()))
+    }
+
+    fn generate_in(
+        &self,
+        decoder: &Decoder,
         cache: &mut PagedCache,
         asked: &[(&[u32], &Request)],
         completions: usize,
@@ -126,8 +141,8 @@ impl Engine {
         if prompts.is_empty() || completions == 0 {
             return Ok(answers);
         }
-        self.precompile_groups(cache, &prompts, completions)?;
-        let (groups, after) = self.decoder().prefill_groups(cache, &prompts, completions)?;
+        self.precompile_groups(decoder, cache, &prompts, completions)?;
+        let (groups, after) = decoder.prefill_groups(cache, &prompts, completions)?;
         let mut growing = Vec::new();
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
             for completion in 0..completions {
@@ -142,7 +157,7 @@ impl Engine {
         };
         let capacity = cache.capacity();
         let mut sequences =
-            InPages { cache, rows: groups.concat().into_iter().map(Some).collect() };
+            InPages { decoder, cache, rows: groups.concat().into_iter().map(Some).collect() };
         self.grow(&mut growing, &mut sequences, capacity, logits, seen)?;
         for own in growing {
             answers[own.prompt].push(own.completion());
@@ -169,7 +184,8 @@ impl Engine {
             let mut own = [self.growing(tokens, request, place)?];
             let (mut cache, _grant) = session.into_parts();
             let capacity = cache.capacity();
-            cancelled = self.grow(&mut own, &mut cache, capacity, logits, seen)?;
+            let mut alone = Alone { decoder: self.decoder(), cache: &mut cache };
+            cancelled = self.grow(&mut own, &mut alone, capacity, logits, seen)?;
             let [own] = own;
             Ok(own.completion())
         };
@@ -189,8 +205,17 @@ impl Engine {
             Some(_) => Some(Writing::new(tokens, request)?),
             None => None,
         };
-        let (seen, tokens, text) = (tokens.to_vec(), Vec::new(), None);
-        Ok(Growing { request, prompt, completion, seen, tokens, writing, text, end: None })
+        Ok(Growing {
+            request,
+            prompt,
+            completion,
+            seen: tokens.to_vec(),
+            tokens: Vec::new(),
+            stop: None,
+            writing,
+            text: None,
+            end: None,
+        })
     }
 
     /// Decodes a batch until all sequences end, and calls `seen` after each step of each sequence. Returns true if
@@ -239,7 +264,7 @@ impl Engine {
             }
             let last = |at: &usize| *batch[*at].seen.last().expect("a prompt has tokens");
             let next: Vec<u32> = rows.iter().map(last).collect();
-            logits = sequences.decode(self.decoder(), &next)?;
+            logits = sequences.decode(&next)?;
         }
     }
 }
@@ -247,7 +272,7 @@ impl Engine {
 /// Sequences of a batch that decode together, one per row.
 trait Decodes {
     /// Runs one more token of each row, and returns the logits after it.
-    fn decode(&mut self, decoder: &Decoder, tokens: &[u32]) -> Result<Tensor<2>, models::Error>;
+    fn decode(&mut self, tokens: &[u32]) -> Result<Tensor<2>, models::Error>;
 
     /// Ends the sequence of a row. The row stays, and its logits are ignored.
     fn end(&mut self, row: usize);
@@ -257,9 +282,14 @@ trait Decodes {
 }
 
 /// One sequence.
-impl Decodes for KvCache {
-    fn decode(&mut self, decoder: &Decoder, tokens: &[u32]) -> Result<Tensor<2>, models::Error> {
-        decoder.decode(self, tokens)
+struct Alone<'a> {
+    decoder: &'a Decoder,
+    cache: &'a mut KvCache,
+}
+
+impl Decodes for Alone<'_> {
+    fn decode(&mut self, tokens: &[u32]) -> Result<Tensor<2>, models::Error> {
+        self.decoder.decode(self.cache, tokens)
     }
 
     fn end(&mut self, _row: usize) {}
@@ -269,13 +299,14 @@ impl Decodes for KvCache {
 
 /// Sequences in pages; none for a row whose sequence has ended.
 struct InPages<'a> {
+    decoder: &'a Decoder,
     cache: &'a mut PagedCache,
     rows: Vec<Option<usize>>,
 }
 
 impl Decodes for InPages<'_> {
-    fn decode(&mut self, decoder: &Decoder, tokens: &[u32]) -> Result<Tensor<2>, models::Error> {
-        decoder.decode_paged(self.cache, &self.rows, tokens)
+    fn decode(&mut self, tokens: &[u32]) -> Result<Tensor<2>, models::Error> {
+        self.decoder.decode_paged(self.cache, &self.rows, tokens)
     }
 
     fn end(&mut self, row: usize) {
@@ -325,6 +356,7 @@ impl Growing<'_> {
         self.end = end(self);
         if self.end.is_none() && self.request.stop_tokens.contains(&token.id) {
             self.end = Some(FinishReason::Eos);
+            self.stop = Some(token);
         }
         if self.end.is_none() {
             self.seen.push(token.id);
@@ -369,6 +401,6 @@ impl Growing<'_> {
 
     fn completion(self) -> Completion {
         let finish_reason = self.end.expect("a batch decodes until all have ended");
-        Completion { tokens: self.tokens, text: self.text, finish_reason }
+        Completion { tokens: self.tokens, stop: self.stop, text: self.text, finish_reason }
     }
 }

@@ -62,7 +62,7 @@ impl Engine {
     }
 
     /// Adds a workload to the ledger until the grant is dropped.
-    pub(super) fn admit(&self, workload: Workload) -> Result<Option<Grant>, GenerateError> {
+    pub(crate) fn admit(&self, workload: Workload) -> Result<Option<Grant>, GenerateError> {
         let mut grant = None;
         let parts = self.admit_as(&mut grant, &workload)?;
         check_free(&self.0.device, parts.kept() + parts.transient())?;

@@ -46,11 +46,12 @@ impl Engine {
     /// Compiles the kernels of a batch: its prefill, the first decode step, and sampling. Each shape compiles once.
     pub(super) fn precompile_groups(
         &self,
+        decoder: &Decoder,
         cache: &mut PagedCache,
         prompts: &[&[u32]],
         completions: usize,
     ) -> Result<(), GenerateError> {
-        if !Ctx::precompiles(self.decoder().device()) {
+        if !Ctx::precompiles(decoder.device()) {
             return Ok(());
         }
         let rows = PagedCache::rows(prompts.len() * completions);
@@ -61,7 +62,7 @@ impl Engine {
         if done.insert(shape) {
             drop(done);
             let sampling = sampler::rehearse(!self.absent().is_empty());
-            self.decoder().rehearse_groups(cache, prompts, completions, sampling)?.compile();
+            decoder.rehearse_groups(cache, prompts, completions, sampling)?.compile();
         }
         Ok(())
     }

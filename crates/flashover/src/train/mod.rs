@@ -8,6 +8,7 @@
 mod data;
 mod error;
 mod measure;
+mod policy;
 mod save;
 mod schedule;
 mod sequences;

@@ -22,7 +22,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{Moments, Schedule, Subject, TrainError, Trainer, Trains};
-use crate::model_files::{CONFIG, INDEX, RUN, STATE, WEIGHTS, hash};
+use crate::model_files::{BATCH, CONFIG, INDEX, REFERENCE, RUN, STATE, WEIGHTS, hash};
 
 impl Trainer {
     /// Saves the adapter into a folder in PEFT's format, or all weights as a Hugging Face folder.
@@ -41,7 +41,7 @@ impl Trainer {
     pub fn save_into(&self, folder: &mut Staged) -> Result<(), TrainError> {
         self.write(folder)?;
         // The state of an earlier save does not belong to these weights: until it is gone, their hash tells.
-        for file in [RUN, STATE] {
+        for file in [RUN, STATE, BATCH, REFERENCE] {
             folder.remove(file).map_err(models::Error::from)?;
         }
         Ok(())

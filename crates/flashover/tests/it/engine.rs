@@ -49,6 +49,7 @@ fn alone(engine: &Engine, prompt: &[u32], context: usize, request: &Request) -> 
     assert!(tokens.next().is_none());
     Completion {
         tokens: made,
+        stop: None,
         text: None,
         finish_reason: tokens.finish_reason().expect("it ended"),
     }
@@ -184,7 +185,9 @@ fn stops_end_the_answers_of_a_batch() {
     });
     assert_eq!(made.expect("fits"), together);
     for ((tokens, text, end), answers) in told.into_iter().zip(together) {
-        let told = Completion { tokens, text: Some(text), finish_reason: end.expect("it has one") };
+        let stop = answers[0].stop;
+        let finish_reason = end.expect("it has one");
+        let told = Completion { tokens, stop, text: Some(text), finish_reason };
         assert_eq!(vec![told], answers);
     }
     let empty = Request { stop_sequences: vec![String::new()], ..plain(4) };

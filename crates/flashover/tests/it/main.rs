@@ -5,6 +5,7 @@ mod dataset;
 mod engine;
 mod examples;
 mod fuzz;
+mod grpo;
 mod train;
 mod unet;
 

@@ -38,6 +38,11 @@ impl<'a> Factors<'a> {
         Ok(own)
     }
 
+    /// Returns the layers with their factors.
+    pub(super) fn into_layers(self) -> Vec<Layer> {
+        self.layers
+    }
+
     /// Returns the lowest adapted layer, or the number of layers.
     pub(super) fn lowest(&self) -> usize {
         let layers = self.adapter.factors().iter().map(|own| own.layer);

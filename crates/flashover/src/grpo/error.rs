@@ -1,0 +1,109 @@
+//! Errors of GRPO.
+
+use std::path::PathBuf;
+
+use super::rewards::RewardError;
+use crate::engine::GenerateError;
+use crate::memory::PlanError;
+use crate::train::TrainError;
+
+/// Error of GRPO.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GrpoError {
+    /// Completions cannot be drawn.
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
+    /// The policy cannot learn.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// An option is out of range.
+    #[error("--{name} is {value}\nhint: use a number {range}")]
+    Option {
+        /// Name of the option on the command line.
+        name: &'static str,
+        /// The value given.
+        value: f64,
+        /// The valid range, after "a number".
+        range: &'static str,
+    },
+    /// Options that exclude each other.
+    #[error("cannot {0}")]
+    Unsupported(&'static str),
+    /// A prompt is longer than the context less a completion.
+    #[error(
+        "the prompt of line {line} has {tokens} tokens, and {room} are left of the context of {context} by completions\nhint: use \
+         a shorter prompt or fewer --max-new-tokens"
+    )]
+    Prompt {
+        /// Line of the prompt in its file.
+        line: usize,
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Most tokens of a prompt.
+        room: usize,
+        /// Context length of the model.
+        context: usize,
+    },
+    /// A batch without prompts, or a prompt without tokens.
+    #[error(
+        "expected at least one prompt, each of at least one token\nhint: use the BOS token for an empty prompt"
+    )]
+    Empty,
+    /// No completion of a step has a reward.
+    #[error(
+        "no completion of the step has a reward; the first fault: prompt of line {line}: {why}"
+    )]
+    NoReward {
+        /// Line of the prompt.
+        line: usize,
+        /// Its fault.
+        why: RewardError,
+    },
+    /// A reward command does not start.
+    #[error("cannot start `{command}`: {why}\nhint: check the command of --reward")]
+    Command {
+        /// The command.
+        command: String,
+        /// The error of the system.
+        why: std::io::Error,
+    },
+    /// A description of a reward that is none.
+    #[error(
+        "expected a reward, got `{0}`\nhint: use exact, regex:PATTERN, length:TOKENS, json or cmd:COMMAND"
+    )]
+    Reward(String),
+    /// The state of a run is damaged or incomplete.
+    #[error("cannot resume: {}: {why}\nhint: resume from another save, or start a new run", .path.display())]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        why: String,
+    },
+    /// A line of the data is no prompt.
+    #[error(
+        "{}: line {line}: {why}\nhint: write {{\"prompt\": ..}} or {{\"messages\": [..]}}, and other fields for rewards",
+        .path.display()
+    )]
+    Data {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The problem.
+        why: String,
+    },
+}
+
+impl From<models::Error> for GrpoError {
+    fn from(why: models::Error) -> Self {
+        Self::Train(why.into())
+    }
+}
+
+impl From<PlanError> for GrpoError {
+    fn from(why: PlanError) -> Self {
+        Self::Train(why.into())
+    }
+}

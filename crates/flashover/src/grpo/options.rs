@@ -1,0 +1,203 @@
+//! Options of GRPO.
+
+use models::{Bound, KlFactor, Level, LossKind, PolicyRule};
+
+use super::{GrpoError, Scale};
+use crate::engine::Sampling;
+
+/// Options of GRPO. The defaults are those of trl 1.16, but for the number of completions and their length.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GrpoOptions {
+    /// Completions of each prompt.
+    pub group: usize,
+    /// Most tokens of a completion.
+    pub max_new_tokens: usize,
+    /// Distribution that completions are drawn from. Its seed is that of the run.
+    pub sampling: Sampling,
+    /// Tokens that end a completion, and are learned as part of it. None takes the model's.
+    pub stop_tokens: Option<Vec<u32>>,
+    /// Weights of the tokens of a step.
+    pub loss: LossKind,
+    /// Tokens that share a ratio.
+    pub level: Level,
+    /// Distance of the lower bound of a ratio from 1.
+    pub epsilon: f64,
+    /// Distance of the upper bound from 1, and for CISPO the bound itself; none for `epsilon`, and for CISPO 5.
+    pub epsilon_high: Option<f64>,
+    /// Largest ratio where the advantage is negative.
+    pub delta: Option<f64>,
+    /// Factor of the KL divergence from the reference.
+    pub beta: f64,
+    /// Factor of a token in its estimate.
+    pub kl: KlFactor,
+    /// Deviation that divides advantages.
+    pub scale: Scale,
+    /// Steps of the optimizer on each batch of completions.
+    pub updates: usize,
+    /// Factor of the mean entropy, which the loss falls by.
+    pub entropy: f64,
+    /// True to learn nothing from completions that ended because they were too long.
+    pub mask_truncated: bool,
+    /// Correction of tokens for the difference between the distribution that they were drawn from and that which is trained.
+    pub correction: Option<Correction>,
+    /// Place of the reference, if `beta` is not 0 and all weights are trained.
+    pub reference: ReferencePlace,
+    /// Batches after which the present weights become the reference; none for never.
+    pub renew_reference: Option<usize>,
+    /// Completions that pass through the model together when it learns.
+    pub micro_batch: usize,
+}
+
+impl Default for GrpoOptions {
+    fn default() -> Self {
+        Self {
+            group: 8,
+            max_new_tokens: 128,
+            sampling: Sampling { temperature: 1.0, ..Sampling::default() },
+            stop_tokens: None,
+            loss: LossKind::default(),
+            level: Level::default(),
+            epsilon: 0.2,
+            epsilon_high: None,
+            delta: None,
+            beta: 0.0,
+            kl: KlFactor::default(),
+            scale: Scale::default(),
+            updates: 1,
+            entropy: 0.0,
+            mask_truncated: false,
+            correction: None,
+            reference: ReferencePlace::default(),
+            renew_reference: None,
+            micro_batch: 8,
+        }
+    }
+}
+
+/// Place of a copy of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ReferencePlace {
+    /// Device memory, in the dtype of the weights.
+    #[default]
+    Device,
+    /// Host memory. While the reference is computed, the copy takes the place of the weights, which moves them three times.
+    Host,
+}
+
+/// Correction of advantages by p / q of what was drawn, with q of the sampler and p of the trainer.
+///
+/// Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Correction {
+    /// Tokens that share a factor: each has its own, or all of a completion have the product of theirs.
+    pub level: Level,
+    /// Largest factor.
+    pub most: f64,
+    /// True to learn nothing with a larger factor, false to take the largest.
+    pub masks: bool,
+}
+
+impl Default for Correction {
+    fn default() -> Self {
+        Self { level: Level::Token, most: 2.0, masks: false }
+    }
+}
+
+impl Correction {
+    /// Returns the factors of a completion's tokens, given ln p and ln q of each.
+    pub(super) fn factors(&self, trained: &[f32], drawn: &[f32]) -> Vec<f32> {
+        let bounded = |log: f64| match log.exp() {
+            factor if factor <= self.most => factor as f32,
+            _ if self.masks => 0.0,
+            _ => self.most as f32,
+        };
+        let logs =
+            trained.iter().zip(drawn).map(|(own, drawn)| f64::from(*own) - f64::from(*drawn));
+        match self.level {
+            Level::Token => logs.map(bounded).collect(),
+            Level::Sequence => vec![bounded(logs.sum()); trained.len()],
+        }
+    }
+}
+
+impl GrpoOptions {
+    /// Returns the rule of the loss.
+    pub(super) fn rule(&self) -> PolicyRule {
+        let bound = match self.loss {
+            LossKind::Cispo => Bound::Capped { most: self.epsilon_high.unwrap_or(5.0) },
+            _ => Bound::Clipped {
+                low: self.epsilon,
+                high: self.epsilon_high.unwrap_or(self.epsilon),
+                delta: self.delta,
+            },
+        };
+        PolicyRule {
+            bound,
+            level: self.level,
+            beta: self.beta,
+            kl: self.kl,
+            temperature: f64::from(self.sampling.temperature),
+        }
+    }
+
+    /// Returns true if ratios need the log-probabilities before the first update.
+    pub(super) fn needs_old(&self) -> bool {
+        self.updates > 1 || self.correction.is_some()
+    }
+
+    /// # Errors
+    /// [`GrpoError::Option`] for a number out of range.
+    pub fn check(&self) -> Result<(), GrpoError> {
+        const ABOVE: &str = "above 0";
+        let finite = |value: f64| (value as f32).is_finite();
+        let above = |value: f64| finite(value) && value > 0.0;
+        let least = |value: f64| finite(value) && value >= 0.0;
+        let temperature = f64::from(self.sampling.temperature);
+        let count = |value: usize| value as f64;
+        let clips = self.loss != LossKind::Cispo;
+        let high = self.epsilon_high.unwrap_or(if clips { self.epsilon } else { 5.0 });
+        let (delta, most) =
+            (self.delta.unwrap_or(2.0), self.correction.map_or(2.0, |own| own.most));
+        let renew = self.renew_reference.unwrap_or(1);
+        let rules = [
+            (
+                "group",
+                count(self.group),
+                self.group >= 2,
+                "of 2 or more: a completion is compared with others of its prompt",
+            ),
+            (
+                "max-new-tokens",
+                count(self.max_new_tokens),
+                self.max_new_tokens >= 1,
+                "of 1 or more",
+            ),
+            ("temperature", temperature, above(temperature), ABOVE),
+            ("epsilon", self.epsilon, (0.0..1.0).contains(&self.epsilon), "from 0 to below 1"),
+            (
+                "epsilon-high",
+                high,
+                finite(high) && (!clips || high >= self.epsilon),
+                "of --epsilon or more",
+            ),
+            ("epsilon-high", high, high > 0.0 || clips, ABOVE),
+            (
+                "delta",
+                delta,
+                finite(delta) && delta > 1.0 + high.min(self.epsilon),
+                "above 1 + --epsilon",
+            ),
+            ("beta", self.beta, least(self.beta), "of 0 or more"),
+            ("entropy", self.entropy, finite(self.entropy), "within f32"),
+            ("updates", count(self.updates), self.updates >= 1, "of 1 or more"),
+            ("correction-max", most, above(most), ABOVE),
+            ("renew-reference", count(renew), renew >= 1, "of 1 or more"),
+            ("micro-batch", count(self.micro_batch), self.micro_batch >= 1, "of 1 or more"),
+        ];
+        self.sampling.check()?;
+        match rules.into_iter().find(|(_, _, valid, _)| !valid) {
+            Some((name, value, _, range)) => Err(GrpoError::Option { name, value, range }),
+            None => Ok(()),
+        }
+    }
+}

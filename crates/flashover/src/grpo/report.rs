@@ -1,0 +1,272 @@
+//! Numbers of a batch.
+
+use serde::{Serialize, Serializer};
+use tune::timing::Stopwatch;
+
+use super::rewards::{RewardError, Scored};
+use super::{Advantages, Learned};
+use crate::train::StepMetrics;
+
+/// Time of a phase.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct Phase {
+    /// Seconds.
+    pub seconds: f64,
+    /// Tokens that passed; completions, for rewards.
+    pub tokens: usize,
+}
+
+impl Phase {
+    pub(super) fn new(begin: &Stopwatch, tokens: usize) -> Self {
+        Self { seconds: begin.elapsed().as_secs_f64(), tokens }
+    }
+
+    pub(super) fn add(&mut self, other: &Self) {
+        self.seconds += other.seconds;
+        self.tokens += other.tokens;
+    }
+
+    /// Returns the tokens per second.
+    pub fn rate(&self) -> f64 {
+        self.tokens as f64 / self.seconds
+    }
+}
+
+/// Time of each phase of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct Phases {
+    /// Draws completions.
+    pub sample: Phase,
+    /// Scores them.
+    pub reward: Phase,
+    /// Log-probabilities of the reference.
+    pub reference: Phase,
+    /// Log-probabilities before the first update.
+    pub old: Phase,
+    /// Gradients and optimizer, of all updates.
+    pub learn: Phase,
+    /// Operations of an update that the model needs, and those with what the backward pass repeats.
+    #[serde(skip)]
+    pub learn_flops: (u64, u64),
+}
+
+/// Scores of a reward function.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RewardReport {
+    /// Its name.
+    pub name: String,
+    /// Mean of the scores.
+    pub mean: f64,
+    /// Deviation of the scores.
+    pub deviation: f64,
+    /// Completions with a score.
+    pub scored: usize,
+}
+
+impl RewardReport {
+    pub(super) fn new(name: String, values: &[f64]) -> Self {
+        let count = values.len().max(1) as f64;
+        let mean = values.iter().sum::<f64>() / count;
+        let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+        let deviation = (squares / (count - 1.0).max(1.0)).sqrt();
+        Self { name, mean, deviation, scored: values.len() }
+    }
+}
+
+/// A completion without a score of a function.
+#[derive(Debug, Serialize)]
+pub struct RewardFault {
+    /// Name of the function.
+    pub function: String,
+    /// Line of the prompt.
+    pub line: usize,
+    /// Text of the prompt.
+    pub prompt: String,
+    /// The fault.
+    #[serde(serialize_with = "shown")]
+    pub why: RewardError,
+}
+
+fn shown<S: Serializer>(why: &RewardError, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(why)
+}
+
+/// A completion to look at.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Sample {
+    /// Text of the prompt.
+    pub prompt: String,
+    /// Text of the completion.
+    pub completion: String,
+    /// Its reward, if it has one.
+    pub reward: Option<f64>,
+}
+
+/// Difference of ln p between trainer and sampler, over the drawn tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct LogRatio {
+    /// Mean.
+    pub mean: f64,
+    /// Root of the mean square.
+    pub rms: f64,
+    /// Largest magnitude.
+    pub largest: f64,
+}
+
+/// Numbers of a batch.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Number of the batch, from 1.
+    pub batch: u64,
+    /// Steps of the optimizer so far.
+    pub step: usize,
+    /// Mean of the completions' rewards: sums of weighted scores.
+    pub reward: f64,
+    /// Their deviation.
+    pub reward_deviation: f64,
+    /// Scores by function.
+    pub rewards: Vec<RewardReport>,
+    /// Groups whose rewards are all equal, which have no gradient.
+    pub equal_groups: usize,
+    /// Mean tokens of a completion, the least and the most.
+    pub length: f64,
+    /// Fewest tokens of a completion.
+    pub shortest: usize,
+    /// Most tokens of a completion.
+    pub longest: usize,
+    /// Share of the completions that ended because they were too long.
+    pub truncated: f64,
+    /// Completions that are learned from.
+    pub learned: usize,
+    /// Loss of the last update.
+    pub loss: f64,
+    /// Norm of its gradient, before clipping.
+    pub gradient: f64,
+    /// Learning rate of the last update.
+    pub learning_rate: f64,
+    /// Mean of the estimates of the KL divergence from the reference, before the first update; none without a reference.
+    pub kl: Option<f64>,
+    /// Mean entropy of the learned tokens' distributions before the first update, in nats.
+    pub entropy: f64,
+    /// Difference between trainer and sampler before the first update.
+    pub log_ratio: LogRatio,
+    /// Time by phase.
+    pub phases: Phases,
+    /// Completions without a score.
+    pub faults: Vec<RewardFault>,
+    /// The completion with the highest reward, and that with the lowest.
+    pub samples: Vec<Sample>,
+}
+
+impl Report {
+    pub(super) fn new(
+        batch: u64,
+        completions: &[Scored<'_>],
+        advantages: &Advantages,
+        rewards: Vec<RewardReport>,
+        faults: Vec<RewardFault>,
+    ) -> Self {
+        let scored: Vec<f64> = advantages.rewards.iter().flatten().copied().collect();
+        let RewardReport { mean, deviation, .. } = RewardReport::new(String::new(), &scored);
+        let lengths = || completions.iter().map(|own| own.tokens.len());
+        let count = completions.len().max(1) as f64;
+        let reward = |at: &usize| advantages.rewards[*at].unwrap_or(f64::NAN);
+        let mut order: Vec<usize> =
+            (0..completions.len()).filter(|at| advantages.rewards[*at].is_some()).collect();
+        order.sort_by(|one, other| reward(other).total_cmp(&reward(one)));
+        let ends = order.first().into_iter().chain(order.last().filter(|_| order.len() > 1));
+        let sample = |at: &usize| Sample {
+            prompt: completions[*at].prompt.to_owned(),
+            completion: completions[*at].completion.to_owned(),
+            reward: advantages.rewards[*at],
+        };
+        Self {
+            batch,
+            step: 0,
+            reward: mean,
+            reward_deviation: deviation,
+            rewards,
+            equal_groups: advantages.equal_groups,
+            length: lengths().sum::<usize>() as f64 / count,
+            shortest: lengths().min().unwrap_or(0),
+            longest: lengths().max().unwrap_or(0),
+            truncated: completions.iter().filter(|own| own.truncated).count() as f64 / count,
+            learned: 0,
+            loss: 0.0,
+            gradient: 0.0,
+            learning_rate: 0.0,
+            kl: None,
+            entropy: 0.0,
+            log_ratio: LogRatio::default(),
+            phases: Phases::default(),
+            faults,
+            samples: ends.map(sample).collect(),
+        }
+    }
+
+    /// Takes the numbers of an update.
+    pub(super) fn take(&mut self, sums: &Sums, metrics: StepMetrics, update: usize) {
+        let StepMetrics { step, loss, gradient, learning_rate, .. } = metrics;
+        (self.step, self.loss, self.gradient) = (step, loss, gradient);
+        self.learning_rate = learning_rate;
+        if update == 1 {
+            (self.kl, self.entropy, self.log_ratio) = (sums.kl(), sums.entropy(), sums.log_ratio());
+        }
+    }
+}
+
+/// Sums over learned tokens.
+#[derive(Debug, Default)]
+pub(super) struct Sums {
+    tokens: usize,
+    entropy: f64,
+    kl: f64,
+    with_reference: usize,
+    gap: f64,
+    squared_gap: f64,
+    largest_gap: f64,
+}
+
+impl Sums {
+    /// Adds the tokens of a completion, with their ln p and entropy in the trainer.
+    pub(super) fn add(&mut self, own: &Learned, log_probability: &[f32], entropy: &[f32]) {
+        self.tokens += log_probability.len();
+        self.entropy += entropy.iter().map(|own| f64::from(*own)).sum::<f64>();
+        for (trained, drawn) in log_probability.iter().zip(&own.drawn) {
+            let gap = f64::from(*trained) - f64::from(*drawn);
+            self.gap += gap;
+            self.squared_gap += gap * gap;
+            self.largest_gap = self.largest_gap.max(gap.abs());
+        }
+        for (trained, reference) in log_probability.iter().zip(own.reference.iter().flatten()) {
+            let far = f64::from(*reference) - f64::from(*trained);
+            self.kl += far.exp() - far - 1.0;
+            self.with_reference += 1;
+        }
+    }
+
+    pub(super) const fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    fn count(&self) -> f64 {
+        self.tokens.max(1) as f64
+    }
+
+    fn entropy(&self) -> f64 {
+        self.entropy / self.count()
+    }
+
+    fn kl(&self) -> Option<f64> {
+        (self.with_reference > 0).then(|| self.kl / self.with_reference as f64)
+    }
+
+    fn log_ratio(&self) -> LogRatio {
+        let count = self.count();
+        LogRatio {
+            mean: self.gap / count,
+            rms: (self.squared_gap / count).sqrt(),
+            largest: self.largest_gap,
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! State of a run between its updates, in files next to those of the trainer.
+
+use std::fs;
+use std::path::Path;
+
+use checkpoint::Staged;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::{Drawn, Grpo, GrpoError};
+use crate::model_files::{BATCH, REFERENCE};
+
+#[derive(Serialize, Deserialize)]
+struct State {
+    drawn: u64,
+    batch: Option<Drawn>,
+}
+
+impl Grpo {
+    /// Saves the policy like [`Trainer::checkpoint_into`](crate::train::Trainer::checkpoint_into), with all that [`Grpo::resume`]
+    /// needs: also the drawn completions, if updates on them remain, and a copied reference.
+    ///
+    /// # Errors
+    /// [`GrpoError::Train`]; [`GrpoError::State`] for files that cannot be written.
+    pub fn checkpoint_into(&mut self, folder: &mut Staged, run: &Value) -> Result<(), GrpoError> {
+        let state = State { drawn: self.drawn, batch: self.batch.clone() };
+        let to = folder.path().to_owned();
+        let write = |name: &str, bytes: &[u8]| {
+            let path = to.join(name);
+            fs::write(&path, bytes).map_err(|why| GrpoError::State { path, why: why.to_string() })
+        };
+        write(BATCH, serde_json::to_string(&state).expect("numbers and lists").as_bytes())?;
+        if let Some(bytes) = self.reference.on_host()? {
+            write(REFERENCE, &bytes)?;
+        }
+        let run = self.run(run);
+        Ok(self.trainer.checkpoint_into(folder, &run)?)
+    }
+
+    /// Continues the run that [`Grpo::checkpoint_into`] saved in a folder, also between two updates. The trainer has the weights or
+    /// the adapter of that folder.
+    ///
+    /// # Errors
+    /// [`GrpoError::Train`] for a folder without a run, other options, or other weights; [`GrpoError::State`] for damaged files.
+    pub fn resume(&mut self, folder: impl AsRef<Path>, run: &Value) -> Result<(), GrpoError> {
+        let folder = folder.as_ref();
+        let read = |name: &str| {
+            let path = folder.join(name);
+            let made = fs::read(&path);
+            made.map_err(|why| GrpoError::State { path: path.clone(), why: why.to_string() })
+        };
+        let text = read(BATCH)?;
+        let state: State = serde_json::from_slice(&text)
+            .map_err(|why| GrpoError::State { path: folder.join(BATCH), why: why.to_string() })?;
+        let run = self.run(run);
+        self.trainer.resume(folder, &run)?;
+        if self.reference.is_copy() {
+            let bytes = read(REFERENCE)?;
+            self.reference.restore(bytes).map_err(|why| GrpoError::State {
+                path: folder.join(REFERENCE),
+                why: why.to_string(),
+            })?;
+        }
+        (self.drawn, self.batch) = (state.drawn, state.batch);
+        Ok(())
+    }
+
+    /// Returns the options that a resumed run must share.
+    fn run(&self, of_caller: &Value) -> Value {
+        let mut run = of_caller.clone();
+        if let Some(fields) = run.as_object_mut() {
+            fields.insert("grpo".to_owned(), json!(format!("{:?}", self.options)));
+            let rewards = self.rewards.iter().map(|own| format!("{} x {}", own.weight, own.name));
+            fields.insert("rewards".to_owned(), rewards.collect::<Vec<_>>().into());
+        }
+        run
+    }
+}
+
+/// Lists of f32 as words, so that they are the same after a save.
+pub(super) mod bits {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        values: &[f32],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>().serialize(serializer)
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<f32>, D::Error> {
+        let words = Vec::<u32>::deserialize(deserializer)?;
+        Ok(words.into_iter().map(f32::from_bits).collect())
+    }
+}
+
+/// The same for lists that may be absent.
+pub(super) mod optional_bits {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        values: &Option<Vec<f32>>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let words =
+            |values: &Vec<f32>| values.iter().map(|own| own.to_bits()).collect::<Vec<u32>>();
+        values.as_ref().map(words).serialize(serializer)
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Vec<f32>>, D::Error> {
+        let words = Option::<Vec<u32>>::deserialize(deserializer)?;
+        Ok(words.map(|words| words.into_iter().map(f32::from_bits).collect()))
+    }
+}

@@ -1,0 +1,291 @@
+//! Tests of GRPO.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use flashover::grpo::{
+    Correction, Grpo, GrpoError, GrpoOptions, GrpoPrompt, Level, ReferencePlace, Rule, Scored,
+    WeightedReward, parse_reward,
+};
+use flashover::train::{Adapter, FullOptions, LoraOptions, Schedule, Start, TrainOptions, Trainer};
+use flashover::{Engine, EngineOptions, KvFormat, ModelFolder, Request, Sampling};
+use serde_json::{Map, Value, json};
+
+use crate::{cpu, demo, fixture};
+
+fn full(folder: impl AsRef<std::path::Path>, learning_rate: f64) -> Trainer {
+    let start = Start::Folder(Box::new(ModelFolder::open(folder).expect("a model")));
+    let schedule = Schedule::constant(learning_rate);
+    let options = FullOptions { schedule, ..FullOptions::default() };
+    Trainer::full(&cpu(), start, &EngineOptions::default(), options).expect("dense")
+}
+
+fn adapter(name: &str, learning_rate: f64) -> Trainer {
+    let engine = Engine::load(&cpu(), fixture(name), &EngineOptions::default());
+    let options = TrainOptions {
+        lora: LoraOptions { rank: 4, alpha: 8.0, ..LoraOptions::default() },
+        schedule: Schedule::constant(learning_rate),
+        ..TrainOptions::default()
+    };
+    Trainer::new(engine.expect("a fixture"), options).expect("a rank that fits")
+}
+
+fn small() -> GrpoOptions {
+    let sampling = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
+    GrpoOptions {
+        group: 4,
+        max_new_tokens: 6,
+        sampling,
+        stop_tokens: Some(Vec::new()),
+        micro_batch: 3,
+        ..GrpoOptions::default()
+    }
+}
+
+fn prompts() -> Vec<GrpoPrompt> {
+    [vec![5, 6, 7], vec![8, 9, 10, 11, 12]]
+        .into_iter()
+        .enumerate()
+        .map(|(at, tokens)| GrpoPrompt { tokens, line: at + 1, ..GrpoPrompt::default() })
+        .collect()
+}
+
+/// A reward of the tokens alone, as the fixtures have no text.
+fn even(own: &Scored<'_>) -> Option<f64> {
+    Some(own.tokens.iter().filter(|id| **id % 2 == 0).count() as f64)
+}
+
+fn greedy(engine: &Engine) -> Vec<u32> {
+    let request = Request { max_new_tokens: Some(8), stop_tokens: Vec::new(), ..engine.request() };
+    let all = engine.generate_batch(&[[5, 6, 7]], 1, &request).expect("it answers");
+    all[0][0].tokens.iter().map(|token| token.id).collect()
+}
+
+/// Each trainer and option takes steps whose numbers are those of one policy: the sampler's probabilities are the trainer's.
+#[test]
+fn a_policy_draws_what_it_trains() {
+    let corrected = Some(Correction { level: Level::Sequence, ..Correction::default() });
+    let cases = [
+        ("llama", false, small()),
+        ("gpt2", true, GrpoOptions { beta: 0.04, updates: 2, ..small() }),
+        ("qwen3", true, GrpoOptions { beta: 0.1, reference: ReferencePlace::Host, ..small() }),
+        ("llama", false, GrpoOptions { beta: 0.04, correction: corrected, ..small() }),
+        ("gemma2", true, GrpoOptions { entropy: 0.01, mask_truncated: false, ..small() }),
+    ];
+    for (name, all, options) in cases {
+        let trainer = if all { full(fixture(name), 1e-3) } else { adapter(name, 1e-3) };
+        let updates = options.updates;
+        let kl = options.beta != 0.0;
+        let mut grpo = Grpo::new(trainer, vec![even.into()], options).expect("valid");
+        for batch in 1..=3 {
+            let report = grpo.step(&prompts()).expect("it learns");
+            assert_eq!((report.batch, report.step), (batch, batch as usize * updates), "{name}");
+            assert_eq!((report.longest, report.truncated), (6, 1.0));
+            let gap = report.log_ratio.largest;
+            assert!(gap < 1e-5, "{name}, batch {batch}: ln p differs by {gap}");
+            assert_eq!(report.kl.is_some(), kl, "{name}");
+            if let Some(kl) = report.kl {
+                assert!(if batch == 1 { kl.abs() < 1e-9 } else { kl > 0.0 }, "{name}: KL {kl}");
+            }
+            assert!(report.entropy > 0.0 && report.loss.is_finite(), "{name}");
+        }
+    }
+}
+
+/// The policy learns to use a word, in fewer than 200 steps.
+#[test]
+fn a_reward_is_learned() {
+    let folder = ModelFolder::open(demo()).expect("the demo");
+    let starts = ["Once upon a time", "The king", "There was", "In the morning"];
+    let prompts: Vec<GrpoPrompt> = starts
+        .iter()
+        .map(|text| GrpoPrompt {
+            tokens: folder.encode(text).expect("plain text"),
+            text: (*text).to_owned(),
+            ..GrpoPrompt::default()
+        })
+        .collect();
+    let has = |own: &Scored<'_>| Some(f64::from(u8::from(own.completion.contains("and"))));
+    let options = GrpoOptions { group: 8, max_new_tokens: 8, micro_batch: 32, ..small() };
+    let mut grpo = Grpo::new(full(demo(), 1e-4), vec![has.into()], options).expect("valid");
+    let mut shares = Vec::new();
+    while shares.len() < 200 && !shares.ends_with(&[1.0; 1]) {
+        shares.push(grpo.step(&prompts).expect("it learns").reward);
+    }
+    println!("{shares:?}");
+    assert!(shares[0] < 0.5, "{shares:?}");
+    assert!(*shares.last().expect("steps") > 0.9, "{shares:?}");
+}
+
+/// A run that stops and goes on, also between updates, has the bits of one that does not. The saved model generates what the
+/// policy does.
+#[test]
+fn a_resumed_run_takes_the_same_steps() {
+    for (all, place) in [
+        (true, ReferencePlace::Device),
+        (true, ReferencePlace::Host),
+        (false, ReferencePlace::Device),
+    ] {
+        let options = GrpoOptions { beta: 0.1, updates: 3, reference: place, ..small() };
+        let run = json!({ "data": 7 });
+        let target = tempfile::tempdir().expect("a folder");
+        let of = |trainer| Grpo::new(trainer, vec![even.into()], options.clone()).expect("valid");
+        let first = || if all { full(fixture("llama"), 1e-2) } else { adapter("llama", 1e-2) };
+        let bits = |grpo: &Grpo| match grpo.trainer().adapter().expect("finite") {
+            Some(adapter) => adapter.values().to_vec(),
+            None => {
+                let mut session = grpo.trainer().engine().session(8).expect("it fits");
+                session.logits(&[5, 6, 7]).expect("room")
+            }
+        };
+        let mut whole = of(first());
+        for _ in 0..2 {
+            whole.step(&prompts()).expect("it learns");
+        }
+
+        let mut half = of(first());
+        half.step(&prompts()).expect("it learns");
+        let mut report = half.draw(&prompts()).expect("it draws");
+        assert!(half.update(&mut report).expect("it learns"), "two updates remain");
+        let mut folder = Adapter::begin(target.path().join("half")).expect("nobody writes it");
+        half.checkpoint_into(&mut folder, &run).expect("it is writable");
+        drop((half, folder));
+
+        let trainer = if all {
+            full(target.path().join("half"), 1e-2)
+        } else {
+            let folder = ModelFolder::open(fixture("llama")).expect("a fixture");
+            let own = folder.adapter(target.path().join("half")).expect("saved");
+            let engine = Engine::load(&cpu(), fixture("llama"), &EngineOptions::default());
+            let options =
+                TrainOptions { schedule: Schedule::constant(1e-2), ..TrainOptions::default() };
+            Trainer::from_adapter(engine.expect("a fixture"), own, options).expect("valid")
+        };
+        let mut rest = of(trainer);
+        let refused = rest.resume(target.path().join("half"), &json!({ "data": 8 }));
+        let refused = refused.expect_err("other data").to_string();
+        assert!(refused.contains("data: 7 in the saved run, 8 here"), "{refused}");
+        rest.resume(target.path().join("half"), &run).expect("the same run");
+        assert!(rest.has_updates() && rest.batches() == 2);
+        while rest.update(&mut report).expect("it learns") {}
+        assert!(bits(&rest) == bits(&whole), "{all} {place:?}: other weights");
+        assert_eq!(rest.trainer().done(), 6);
+        for grpo in [&mut rest, &mut whole] {
+            grpo.step(&prompts()).expect("it learns");
+        }
+        assert!(bits(&rest) == bits(&whole), "{all} {place:?}: other weights after a batch");
+
+        if all {
+            whole.trainer().save(target.path().join("after")).expect("writable");
+            let after =
+                Engine::load(&cpu(), target.path().join("after"), &EngineOptions::default());
+            assert_eq!(greedy(whole.trainer().engine()), greedy(&after.expect("a model")));
+        }
+    }
+}
+
+/// Faults of rewards are named, and the other completions are unharmed.
+#[test]
+fn faults_of_rewards_are_named() {
+    let of = |rewards, options| Grpo::new(adapter("llama", 1e-3), rewards, options).expect("valid");
+    let calls = AtomicUsize::new(0);
+    let sometimes = move |own: &Scored<'_>| match calls.fetch_add(1, Ordering::Relaxed) % 4 {
+        0 => Some(f64::NAN),
+        1 => None,
+        _ => even(own),
+    };
+    let report = of(vec![sometimes.into()], small()).step(&prompts()).expect("the others count");
+    assert_eq!((report.faults.len(), report.rewards[0].scored), (2, 4));
+    assert!(report.faults.iter().all(|fault| fault.line > 0));
+    assert!(report.faults[0].why.to_string().contains("NaN"), "{:?}", report.faults);
+
+    let exact: WeightedReward = Rule::Exact("answer".to_owned()).into();
+    let none = of(vec![exact], small()).step(&prompts()).expect_err("no line has the field");
+    let why = none.to_string();
+    assert!(why.contains("prompt of line 1: the line has no text `answer`"), "{why}");
+
+    // All scores are equal: nothing is learned, and nothing changes.
+    let same = |_: &Scored<'_>| Some(1.0);
+    let mut grpo = of(vec![same.into()], small());
+    let report = grpo.step(&prompts()).expect("it draws");
+    assert_eq!((report.equal_groups, report.learned, report.step), (2, 0, 0));
+}
+
+fn scored<'a>(completion: &'a str, fields: &'a Map<String, Value>) -> Scored<'a> {
+    Scored { prompt: "2+2=", completion, tokens: &[1, 2, 3], truncated: false, line: 7, fields }
+}
+
+#[test]
+fn rewards_of_rules_and_commands() {
+    let Value::Object(fields) = json!({ "answer": " 4 ", "n": 3 }) else { unreachable!() };
+    let reward = |text: &str| parse_reward(text, 2, Duration::from_secs(20)).expect("a reward");
+    let score = |text: &str, completion: &str| {
+        reward(text).score(&scored(completion, &fields)).expect("it scores")
+    };
+    assert_eq!((score("exact", "4\n"), score("exact", "5")), (Some(1.0), Some(0.0)));
+    assert_eq!((score("regex:^a.c$", "abc"), score("regex:^a.c$", "abcd")), (Some(1.0), Some(0.0)));
+    assert_eq!((score("length:3", ""), score("length:2", "")), (Some(1.0), Some(0.5)));
+    assert_eq!((score("json", "[1]"), score("json", "[1")), (Some(1.0), Some(0.0)));
+    for wrong in ["", "exactly", "regex", "regex:(", "length:0", "length:x", "cmd:", "json:1"] {
+        let why = parse_reward(wrong, 1, Duration::from_secs(1)).err().expect("no reward");
+        assert!(matches!(why, GrpoError::Reward(_)), "{wrong}: {why}");
+    }
+    // It answers with the line's number, and with the completion's length in characters.
+    let length = r#"sed -u 's/.*"completion":"\([^"]*\)".*/{"reward": \1}/'"#;
+    let command = reward(&format!("cmd:{length}"));
+    let completions: Vec<String> = (0..20).map(|at| at.to_string()).collect();
+    let all: Vec<_> = completions.iter().map(|own| scored(own, &fields)).collect();
+    let scores: Vec<_> =
+        command.score_all(&all).into_iter().map(|own| own.expect("a number")).collect();
+    assert_eq!(scores, (0..20).map(|at| Some(f64::from(at))).collect::<Vec<_>>());
+
+    let faults = |command: &str, timeout| {
+        let command = parse_reward(command, 1, timeout).expect("it starts");
+        let all = ["1", "null", "x", "2"].map(|own| scored(own, &fields));
+        let shown = |score: Result<Option<f64>, _>| match score {
+            Ok(score) => format!("{score:?}"),
+            Err(why) => format!("{why}"),
+        };
+        command.score_all(&all).into_iter().map(shown).collect::<Vec<_>>()
+    };
+    let some = faults(&format!("cmd:{length}"), Duration::from_secs(20));
+    assert_eq!((&*some[0], &*some[1], &*some[3]), ("Some(1.0)", "None", "Some(2.0)"));
+    assert!(some[2].contains(r#"got {"reward": x}"#), "{some:?}");
+    // It ends after one line, and is started anew.
+    let dead = faults("cmd:read line; echo 1.5; exit 4", Duration::from_secs(20));
+    assert_eq!((&*dead[0], &*dead[2]), ("Some(1.5)", "Some(1.5)"));
+    assert!(dead[1].contains("the command ended: exit status: 4"), "{dead:?}");
+    let late = faults("cmd:sleep 60", Duration::from_millis(50));
+    assert!(late.iter().all(|own| own == "the command gave no reward within 50ms"), "{late:?}");
+    let none = faults("cmd:exit 3", Duration::from_secs(20));
+    assert!(none.iter().all(|own| own.contains("exit status: 3")), "{none:?}");
+}
+
+#[test]
+fn options_that_mean_nothing_are_refused() {
+    let refused = |options: GrpoOptions| {
+        Grpo::new(adapter("llama", 1e-3), vec![even.into()], options)
+            .err()
+            .expect("refused")
+            .to_string()
+    };
+    let group = refused(GrpoOptions { group: 1, ..small() });
+    assert!(group.starts_with("--group is 1\nhint: use a number of 2 or more"), "{group}");
+    let high = refused(GrpoOptions { epsilon_high: Some(0.1), ..small() });
+    assert!(high.starts_with("--epsilon-high is 0.1"), "{high}");
+    let renewed = refused(GrpoOptions { renew_reference: Some(2), beta: 0.1, ..small() });
+    assert!(renewed.contains("renew the reference of an adapter"), "{renewed}");
+    let options = EngineOptions { kv: KvFormat::Int8, ..EngineOptions::default() };
+    let engine = Engine::load(&cpu(), fixture("llama"), &options).expect("a fixture");
+    let trainer = Trainer::new(engine, TrainOptions::default()).expect("valid");
+    let bytes = Grpo::new(trainer, vec![even.into()], small()).err().expect("refused").to_string();
+    assert!(bytes.contains("add --correction"), "{bytes}");
+
+    let mut grpo = Grpo::new(adapter("llama", 1e-3), vec![even.into()], small()).expect("valid");
+    assert!(matches!(grpo.step(&[]), Err(GrpoError::Empty)));
+    let context = grpo.trainer().engine().config().context().expect("it has one");
+    let tokens = vec![5; context - 5];
+    let long = GrpoPrompt { tokens, line: 9, ..GrpoPrompt::default() };
+    let long = grpo.step(&[prompts().remove(0), long]).expect_err("too long").to_string();
+    assert!(long.contains("the prompt of line 9 has"), "{long}");
+}
