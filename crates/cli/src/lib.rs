@@ -4,6 +4,8 @@ mod bench_command;
 mod compare_command;
 mod faults;
 mod generate_command;
+mod grpo_args;
+mod grpo_command;
 mod interrupt;
 mod logits_command;
 mod model_args;
@@ -47,7 +49,7 @@ const TEMPLATE: &str = "\
 
 const GROUPS: [(&str, &[&str]); 5] = [
     ("Run a model", &["generate", "chat", "tokenize", "logits", "unet"]),
-    ("Train and convert", &["train", "quantize"]),
+    ("Train and convert", &["train", "grpo", "quantize"]),
     ("Measure and plan", &["bench", "profile", "compare", "plan"]),
     ("This machine", &["doctor", "monitor", "op"]),
     ("Shell", &["completions", "man", "help"]),
@@ -133,6 +135,14 @@ enum Command {
     /// Example: flashover train --model models/demo --data stories.txt --output adapter --steps 50
     #[command(mut_arg("kv_cache", |arg| arg.help(train_args::KV_CACHE)), mut_group("subject", |group| group.required(false)))]
     Train(Box<train_command::Args>),
+    /// Train a model on rewards of its own completions (GRPO)
+    ///
+    /// Example: flashover grpo --model models/demo --data prompts.jsonl --reward exact --output policy --steps 50
+    #[command(
+        mut_arg("learning_rate", |arg| arg.help(grpo_args::LEARNING_RATE)),
+        mut_group("subject", |group| group.required(false))
+    )]
+    Grpo(Box<grpo_args::Args>),
     /// Write the logits of every position to a file
     ///
     /// Example: flashover logits --model models/demo --tokens 1,2,3 --output logits.safetensors
@@ -191,6 +201,7 @@ pub fn main() -> ExitCode {
         Command::Plan(args) => plan_command::run(&args),
         Command::Profile(args) => profile_command::run(&args),
         Command::Train(args) => train_command::run(&args),
+        Command::Grpo(args) => grpo_command::run(&args),
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
         Command::Unet(args) => unet_command::run(&args),

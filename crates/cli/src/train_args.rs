@@ -103,6 +103,30 @@ pub(crate) struct TrainingArgs {
     pub(crate) offload: Vec<OffloadArg>,
 }
 
+impl TrainingArgs {
+    pub(crate) const fn usual(&self) -> Usual {
+        match (self.from_scratch, self.full) {
+            (true, _) => Usual::Scratch,
+            (false, true) => Usual::Weights,
+            (false, false) => Usual::Adapter,
+        }
+    }
+}
+
+/// Uses of an optimizer, which have different defaults.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Usual {
+    /// All weights, from random ones.
+    Scratch,
+    /// All weights, from those of a model.
+    Weights,
+    Adapter,
+    /// All weights, by GRPO.
+    PolicyWeights,
+    /// An adapter, by GRPO.
+    PolicyAdapter,
+}
+
 /// Hyperparameters of the optimizer.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Optimizer")]
@@ -190,14 +214,17 @@ impl OptimizerArgs {
     /// Returns the options for a number of steps.
     pub(crate) fn options(
         &self,
-        training: &TrainingArgs,
+        usual: Usual,
+        seed: u64,
         steps: usize,
     ) -> anyhow::Result<(Schedule, AdamWOptions)> {
-        let scratch = training.from_scratch;
-        let rate = match (scratch, training.full) {
-            (true, _) => 6e-4,
-            (false, true) => 2e-5,
-            (false, false) => 2e-4,
+        let scratch = matches!(usual, Usual::Scratch);
+        let rate = match usual {
+            Usual::Scratch => 6e-4,
+            Usual::Weights => 2e-5,
+            Usual::Adapter => 2e-4,
+            Usual::PolicyWeights => 1e-6,
+            Usual::PolicyAdapter => 1e-5,
         };
         if self.max_grad_norm.is_nan() || self.max_grad_norm < 0.0 {
             bail!(
@@ -206,7 +233,7 @@ impl OptimizerArgs {
             );
         }
         let muon = self.optimizer.is_muon();
-        if muon && !training.full {
+        if muon && matches!(usual, Usual::Adapter | Usual::PolicyAdapter) {
             bail!(
                 "Muon trains whole matrices, not an adapter's factors\nhint: add --full, or use --optimizer adamw"
             );
@@ -251,7 +278,7 @@ impl OptimizerArgs {
                 let usual = MuonOptions::default();
                 MuonOptions { momentum: self.momentum.unwrap_or(usual.momentum), ..usual }
             }),
-            seed: (training.seed ^ training.seed >> 32) as u32,
+            seed: (seed ^ seed >> 32) as u32,
         };
         Ok((schedule, optimizer))
     }

@@ -147,7 +147,8 @@ impl Model {
 
     /// Returns the options of training all weights.
     fn full_options(&self, args: &Args, steps: usize) -> anyhow::Result<FullOptions> {
-        let (schedule, optimizer) = args.optimizer.options(&args.training, steps)?;
+        let (schedule, optimizer) =
+            args.optimizer.options(args.training.usual(), args.training.seed, steps)?;
         let Training { recompute, offload, .. } = self.training;
         Ok(FullOptions {
             schedule,
@@ -160,7 +161,8 @@ impl Model {
 
     /// Returns the options of training an adapter.
     fn adapter_options(&self, args: &Args, steps: usize) -> anyhow::Result<TrainOptions> {
-        let (schedule, optimizer) = args.optimizer.options(&args.training, steps)?;
+        let (schedule, optimizer) =
+            args.optimizer.options(args.training.usual(), args.training.seed, steps)?;
         let Training { recompute, offload, .. } = self.training;
         let (lora, seed) = (args.lora.options(), args.training.seed);
         Ok(TrainOptions { lora, schedule, optimizer, seed, recompute, offload })
@@ -385,7 +387,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         );
     }
     let log = args.log.as_deref().zip(ceilings);
-    let log = log.map(|(path, ceilings)| Log::open(path, ceilings, &plan, args.resume.is_some()));
+    let log = log.map(|(path, ceilings)| {
+        let mut log = Log::open(path, ceilings, args.resume.is_some())?;
+        log.planned(&plan);
+        Ok::<_, anyhow::Error>(log)
+    });
     let log = log.transpose()?;
     let job = Job { args, what, data, held_out, sizes, run, log };
     job.train(&device, trainer, outputs)

@@ -23,14 +23,8 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Opens the file, and writes a line with the measured peak and the planned memory by part. A run that goes on appends
-    /// to its log.
-    pub(crate) fn open(
-        path: &Path,
-        ceilings: Ceilings,
-        plan: &Plan,
-        goes_on: bool,
-    ) -> anyhow::Result<Self> {
+    /// Opens the file. A run that goes on appends to its log.
+    pub(crate) fn open(path: &Path, ceilings: Ceilings, goes_on: bool) -> anyhow::Result<Self> {
         let mut options = OpenOptions::new();
         options.create(true).write(true).append(goes_on).truncate(!goes_on);
         let file = options.open(path).with_context(|| {
@@ -38,20 +32,28 @@ impl Log {
         })?;
         let peak = ceilings.gflops.map(|gflops| gflops * 1e9);
         let (file, path) = (BufWriter::new(file), path.to_owned());
-        let mut log = Self { file, path, peak, ended: Ok(()) };
+        Ok(Self { file, path, peak, ended: Ok(()) })
+    }
+
+    /// Writes a line with the measured peak and the planned memory by part.
+    pub(crate) fn planned(&mut self, plan: &Plan) {
         let parts = plan.parts().into_iter().map(|(name, bytes)| (name.to_owned(), bytes.into()));
-        log.line(&json!({
+        self.line(&json!({
             "device": plan.device,
-            "peak_tflops": peak.map(|peak| peak / 1e12),
+            "peak_tflops": self.peak.map(|peak| peak / 1e12),
             "planned_bytes": parts.collect::<Map<_, _>>(),
             "host_bytes": plan.host_bytes,
         }));
-        Ok(log)
+    }
+
+    /// Returns the share of the measured peak; none if it is unknown.
+    pub(crate) fn of_peak(&self, flops: u64, seconds: f64) -> Option<f64> {
+        self.peak.map(|peak| flops as f64 / seconds / peak)
     }
 
     pub(crate) fn step(&mut self, metrics: &StepMetrics, seconds: f64, memory: MemoryUsage) {
         let StepMetrics { step, loss, tokens, gradient, learning_rate, skipped, .. } = metrics;
-        let of_peak = |flops: u64| self.peak.map(|peak| flops as f64 / seconds / peak);
+        let of_peak = |flops: u64| self.of_peak(flops, seconds);
         self.line(&json!({
             "step": step,
             "loss": loss,
@@ -73,7 +75,8 @@ impl Log {
         self.line(&json!({ "step": step, "held_out_loss": loss }));
     }
 
-    fn line(&mut self, value: &Value) {
+    /// Writes a line.
+    pub(crate) fn line(&mut self, value: &Value) {
         if self.ended.is_ok() {
             self.ended = writeln!(self.file, "{value}").and_then(|()| self.file.flush());
         }

@@ -13,10 +13,10 @@ use crate::train::TrainError;
 pub enum GrpoError {
     /// Completions cannot be drawn.
     #[error(transparent)]
-    Generate(#[from] GenerateError),
+    Generate(Box<GenerateError>),
     /// The policy cannot learn.
     #[error(transparent)]
-    Train(#[from] TrainError),
+    Train(Box<TrainError>),
     /// An option is out of range.
     #[error("--{name} is {value}\nhint: use a number {range}")]
     Option {
@@ -96,14 +96,26 @@ pub enum GrpoError {
     },
 }
 
+impl From<GenerateError> for GrpoError {
+    fn from(why: GenerateError) -> Self {
+        Self::Generate(why.into())
+    }
+}
+
+impl From<TrainError> for GrpoError {
+    fn from(why: TrainError) -> Self {
+        Self::Train(why.into())
+    }
+}
+
 impl From<models::Error> for GrpoError {
     fn from(why: models::Error) -> Self {
-        Self::Train(why.into())
+        TrainError::from(why).into()
     }
 }
 
 impl From<PlanError> for GrpoError {
     fn from(why: PlanError) -> Self {
-        Self::Train(why.into())
+        TrainError::from(why).into()
     }
 }

@@ -20,7 +20,7 @@ mod report;
 mod rewards;
 mod state;
 
-use models::{Batch, Example, LossKind, MicroBatch, PagedCache, Policy, PolicySequence, Workload};
+use models::{Batch, Example, MicroBatch, PagedCache, Policy, PolicySequence, Workload};
 use serde::{Deserialize, Serialize};
 use tune::timing::Stopwatch;
 
@@ -33,7 +33,7 @@ use report::Sums;
 pub use advantages::{Advantages, Scale};
 pub use data::{GrpoPrompt, Prompts};
 pub use error::GrpoError;
-pub use models::{KlFactor, Level};
+pub use models::{KlFactor, Level, LossKind};
 pub use options::{Correction, GrpoOptions, ReferencePlace};
 pub use report::{LogRatio, Phase, Phases, Report, RewardFault, RewardReport, Sample};
 pub use rewards::{Command, Reward, RewardError, Rule, Score, Scored, parse_reward};
@@ -319,7 +319,9 @@ impl Grpo {
         report.take(&sums, metrics, batch.updates);
         let own = Phase::new(&begin, sums.tokens());
         report.phases.learn.add(&own);
-        report.phases.learn_flops = (metrics.model_flops, metrics.device_flops);
+        let [model, device] = &mut report.phases.learn_flops;
+        *model += metrics.model_flops;
+        *device += metrics.device_flops;
         if batch.updates < self.options.updates {
             self.batch = Some(batch);
         }

@@ -45,9 +45,8 @@ pub struct Phases {
     pub old: Phase,
     /// Gradients and optimizer, of all updates.
     pub learn: Phase,
-    /// Operations of an update that the model needs, and those with what the backward pass repeats.
-    #[serde(skip)]
-    pub learn_flops: (u64, u64),
+    /// Operations of all updates that the model needs, and those with what the backward pass repeats.
+    pub learn_flops: [u64; 2],
 }
 
 /// Scores of a reward function.
@@ -202,6 +201,12 @@ impl Report {
             faults,
             samples: ends.map(sample).collect(),
         }
+    }
+
+    /// Returns the report of a batch that was drawn before the run was resumed: it has the numbers of its updates alone.
+    pub fn resumed(batch: u64) -> Self {
+        let none = Advantages { values: Vec::new(), rewards: Vec::new(), equal_groups: 0 };
+        Self::new(batch, &[], &none, Vec::new(), Vec::new())
     }
 
     /// Takes the numbers of an update.

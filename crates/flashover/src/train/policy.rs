@@ -1,4 +1,4 @@
-//! What GRPO needs of a trainer, besides its steps.
+//! Measures and copies of a policy, for GRPO.
 
 use burn::tensor::Tensor;
 use models::{Batch, Decoder, FlatWeights, Loss, TokenStats};

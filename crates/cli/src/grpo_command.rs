@@ -1,0 +1,308 @@
+//! `flashover grpo`: trains a policy on rewards of its own completions.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{anyhow, bail};
+use command::OutFile;
+use flashover::bench::Ceilings;
+use flashover::grpo::{
+    Grpo, GrpoError, GrpoOptions, Phase, Prompts, Report, WeightedReward, parse_reward,
+};
+use flashover::memory::Workload;
+use flashover::train::{Adapter, FullOptions, Start, TrainOptions, Trainer};
+use flashover::{Device, EngineOptions, ModelFolder};
+use serde_json::{Value, json};
+use tune::timing::Stopwatch;
+
+use crate::grpo_args::Args;
+use crate::interrupt::{self, Stopped};
+use crate::model_args::{Subject, loaded};
+use crate::train_args::Usual;
+use crate::train_log::Log;
+use crate::train_speed::offloaded;
+
+/// Files that a result has.
+const RESULTS: [&str; 4] =
+    ["adapter_config.json", "config.json", "model.safetensors", "flashover_run.json"];
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let options = args.options()?;
+    options.check()?;
+    if args.adapter.is_some() && args.lora.are_given() {
+        bail!("--adapter sets rank, alpha and matrices\nhint: leave out --lora-*, or --adapter");
+    }
+    if !args.reward_timeout.is_finite() || args.reward_timeout <= 0.0 {
+        bail!("--reward-timeout is {}\nhint: use a number of seconds above 0", args.reward_timeout);
+    }
+    let weights = args.reward_weights.len();
+    if weights != 0 && weights != args.reward.len() {
+        bail!("expected a weight for each of {} rewards, got {weights}", args.reward.len());
+    }
+    if let Some(wrong) = args.reward_weights.iter().find(|own| !own.is_finite()) {
+        bail!("a weight of --reward-weights is {wrong}\nhint: use finite numbers");
+    }
+    let load = args.of.load.options();
+    if args.policy.full && load.quant.is_some() {
+        bail!(
+            "--full trains dense weights, --quant makes quantised ones\nhint: leave out --quant, or train an adapter without \
+             --full"
+        );
+    }
+    let log = args.log.as_deref().map(OutFile::new).transpose()?;
+    let folder = folder(args)?;
+    check_output(args)?;
+    let prompts = Prompts::open(&args.data, &folder)?;
+    let longest = longest(&prompts, &folder, &options)?;
+    let device = args.of.load.open()?;
+    let run = json!({
+        "model": folder.fingerprint()?,
+        "data": prompts.fingerprint(),
+        "positions": args.drawing.positions,
+        "full": args.policy.full,
+    });
+    let run = match (&args.resume, args.policy.full) {
+        // The folder to resume has other weights than the model that the run began with.
+        (Some(resume), true) => flashover::train::SavedRun::open(resume)?.run,
+        _ => run,
+    };
+    // Fails before the long work if the folder cannot be written.
+    drop(Adapter::begin(&args.output)?);
+    let rewards = rewards(args)?;
+    let load = EngineOptions { workload: Some(Workload::new(1, 1)), ..load };
+    let trainer = trainer(args, &device, folder, &load, &options)?;
+    let ceilings = args.log.as_ref().map(|_| Ceilings::measure(trainer.engine())).transpose()?;
+    let mut grpo = Grpo::new(trainer, rewards, options)?;
+    grpo.reserve(args.drawing.positions as usize, longest)?;
+    if let Some(resume) = &args.resume {
+        grpo.resume(resume, &run)?;
+        command::note!(
+            "the run continues after {}",
+            command::count(grpo.batches() as usize, "batch")
+        );
+    }
+    drop(log);
+    let log = args.log.as_deref().zip(ceilings);
+    let log = log.map(|(path, ceilings)| Log::open(path, ceilings, args.resume.is_some()));
+    let log = log.transpose()?;
+    Job { args, prompts, run, log }.train(&mut grpo)
+}
+
+/// Returns the folder of the model, or with all weights that of the run to resume.
+fn folder(args: &Args) -> anyhow::Result<ModelFolder> {
+    let load = &args.of.load;
+    match (&args.resume, args.policy.full) {
+        (Some(resume), true) => load.folder(resume),
+        _ => match args.of.subject()? {
+            Subject::Folder(folder) => load.folder(&folder),
+            Subject::Shape(shape) => {
+                bail!("{shape} is a shape without weights and text\nhint: name a --model")
+            }
+        },
+    }
+}
+
+fn check_output(args: &Args) -> anyhow::Result<()> {
+    let output = &args.output;
+    let same = |other: &Path| {
+        let own = output.canonicalize();
+        own.is_ok() && own.ok() == other.canonicalize().ok()
+    };
+    if args.resume.as_deref().is_some_and(same) || args.overwrite {
+        return Ok(());
+    }
+    match RESULTS.into_iter().find(|file| output.join(file).exists()) {
+        Some(file) => Err(anyhow!(
+            "{} has {file} already\nhint: choose another --output, or add --overwrite",
+            output.display()
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Returns the tokens of the longest prompt.
+fn longest(
+    prompts: &Prompts,
+    folder: &ModelFolder,
+    options: &GrpoOptions,
+) -> Result<usize, GrpoError> {
+    let context = folder.config().context().unwrap_or(usize::MAX);
+    let room = context.saturating_sub(options.max_new_tokens);
+    match prompts.all().iter().find(|own| own.tokens.len() > room) {
+        Some(long) => {
+            let (line, tokens) = (long.line, long.tokens.len());
+            Err(GrpoError::Prompt { line, tokens, room, context })
+        }
+        None => Ok(prompts.all().iter().map(|own| own.tokens.len()).max().unwrap_or(1)),
+    }
+}
+
+fn rewards(args: &Args) -> Result<Vec<WeightedReward>, GrpoError> {
+    let timeout = Duration::from_secs_f64(args.reward_timeout);
+    let weights = args.reward_weights.iter().copied().chain(std::iter::repeat(1.0));
+    let of = |(text, weight): (&String, f64)| {
+        let reward = parse_reward(text, args.workers as usize, timeout)?;
+        Ok(WeightedReward { name: text.clone(), reward, weight })
+    };
+    args.reward.iter().zip(weights).map(of).collect()
+}
+
+fn trainer(
+    args: &Args,
+    device: &Device,
+    folder: ModelFolder,
+    load: &EngineOptions,
+    options: &GrpoOptions,
+) -> anyhow::Result<Trainer> {
+    let (policy, seed) = (&args.policy, args.drawing.seed);
+    let steps = args.drawing.steps as usize * options.updates;
+    let usual = if policy.full { Usual::PolicyWeights } else { Usual::PolicyAdapter };
+    let (schedule, optimizer) = args.optimizer.options(usual, seed, steps)?;
+    let (recompute, offload) = (policy.recompute.into(), offloaded(&policy.offload));
+    if policy.full {
+        let master = !policy.no_master;
+        let full = FullOptions { schedule, optimizer, master, recompute, offload };
+        return Ok(Trainer::full(device, Start::Folder(Box::new(folder)), load, full)?);
+    }
+    let adapter = args.adapter.as_ref().or(args.resume.as_ref());
+    let adapter = adapter.map(|own| folder.adapter(own)).transpose()?;
+    let lora = args.lora.options();
+    let train = TrainOptions { lora, schedule, optimizer, seed, recompute, offload };
+    let engine = loaded(device, folder, load)?;
+    Ok(match adapter {
+        Some(adapter) => Trainer::from_adapter(engine, adapter, train)?,
+        None => Trainer::new(engine, train)?,
+    })
+}
+
+/// A run with everything checked.
+struct Job<'a> {
+    args: &'a Args,
+    prompts: Prompts,
+    /// Options that a resumed run must share.
+    run: Value,
+    log: Option<Log>,
+}
+
+impl Job<'_> {
+    fn train(mut self, grpo: &mut Grpo) -> anyhow::Result<()> {
+        let args = self.args;
+        let _listening = interrupt::listen_and_save()?;
+        let mut folder = Adapter::begin(&args.output)?;
+        let what = if args.policy.full { "model" } else { "adapter" };
+        let (steps, first) = (u64::from(args.drawing.steps), grpo.trainer().done());
+        let begin = Stopwatch::start();
+        let mut ended = Ok(());
+        while ended.is_ok() && !interrupt::came() && (grpo.batches() < steps || grpo.has_updates())
+        {
+            ended = self.batch(grpo);
+            let between = grpo.batches() < steps && ended.is_ok() && !grpo.has_updates();
+            if between
+                && args.save_every.is_some_and(|every| grpo.batches().is_multiple_of(every.into()))
+            {
+                match grpo.checkpoint_into(&mut folder, &self.run) {
+                    Ok(()) => command::note!("the {what} after batch {} is saved", grpo.batches()),
+                    Err(why) => command::note!("warning: the {what} is not saved: {why}"),
+                }
+            }
+        }
+        // Also after an error. Without a step, an earlier result stays.
+        if grpo.trainer().done() > first {
+            let saved = match args.save_every.is_some() || args.resume.is_some() {
+                true => grpo.checkpoint_into(&mut folder, &self.run),
+                false => grpo.trainer().save_into(&mut folder).map_err(GrpoError::from),
+            };
+            if ended.is_err() && saved.is_ok() {
+                command::note!(
+                    "the {what} after batch {} is in {}",
+                    grpo.batches(),
+                    args.output.display()
+                );
+            }
+            ended = ended.and(saved);
+        }
+        let logged = self.log.map_or(Ok(()), Log::finish);
+        ended?;
+        logged?;
+        if interrupt::came() {
+            let text = match grpo.trainer().done() > first {
+                true => format!(
+                    "stopped after batch {}; the {what} is in {}",
+                    grpo.batches(),
+                    args.output.display()
+                ),
+                false => "stopped before the first step; nothing is saved".to_owned(),
+            };
+            return Err(Stopped(text).into());
+        }
+        match grpo.trainer().done() > first {
+            true => command::note!(
+                "{} in {:.1} s; the {what} is in {}",
+                command::count(grpo.trainer().done() - first, "step"),
+                begin.elapsed().as_secs_f64(),
+                args.output.display()
+            ),
+            false => command::note!("nothing was learned, and nothing is saved"),
+        }
+        Ok(())
+    }
+
+    /// Draws a batch, unless updates remain, and takes its updates.
+    fn batch(&mut self, grpo: &mut Grpo) -> Result<(), GrpoError> {
+        let begin = Stopwatch::start();
+        let mut report = match grpo.has_updates() {
+            true => Report::resumed(grpo.batches()),
+            false => {
+                let count = self.args.drawing.positions as usize;
+                grpo.draw(&self.prompts.batch(grpo.batches(), count))?
+            }
+        };
+        while !interrupt::came() && grpo.update(&mut report)? {}
+        let seconds = begin.elapsed().as_secs_f64();
+        self.note(&report, seconds);
+        if let Some(log) = &mut self.log {
+            let memory = grpo.trainer().engine().memory();
+            let mut line = serde_json::to_value(&report).expect("numbers and texts");
+            let learn = report.phases.learn;
+            let [model, device] = report.phases.learn_flops;
+            line["seconds"] = seconds.into();
+            line["phases"]["learn"]["mfu"] = log.of_peak(model, learn.seconds).into();
+            line["phases"]["learn"]["hfu"] = log.of_peak(device, learn.seconds).into();
+            line["used_bytes"] = memory.used_bytes.into();
+            line["reserved_bytes"] = memory.reserved_bytes.into();
+            log.line(&line);
+        }
+        Ok(())
+    }
+
+    fn note(&self, report: &Report, seconds: f64) {
+        let phases = report.phases;
+        let phase = |name: &str, own: Phase| match own.seconds > 0.0 {
+            true => format!(", {name} {:.3}", own.seconds),
+            false => String::new(),
+        };
+        let each = [
+            ("reward", phases.reward),
+            ("reference", phases.reference),
+            ("old", phases.old),
+            ("learn", phases.learn),
+        ];
+        let each: String = each.into_iter().map(|(name, own)| phase(name, own)).collect();
+        let kl = report.kl.map_or_else(String::new, |kl| format!(", KL {kl:.5}"));
+        command::note!(
+            "batch {} of {}: reward {:.4} ± {:.4}, {:.1} tokens, {:.0}% cut, {} equal groups{kl}, entropy {:.3}, gradient \
+             {:.3}; {seconds:.2} s: sample {:.3} ({:.0} tokens/s){each}",
+            report.batch,
+            self.args.drawing.steps,
+            report.reward,
+            report.reward_deviation,
+            report.length,
+            report.truncated * 100.0,
+            report.equal_groups,
+            report.entropy,
+            report.gradient,
+            phases.sample.seconds,
+            phases.sample.rate(),
+        );
+    }
+}
