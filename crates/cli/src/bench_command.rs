@@ -13,6 +13,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use tune::timing::Stopwatch;
 
+use crate::grpo_speed::{self, GrpoArgs};
 use crate::interrupt;
 use crate::model_args::{SubjectArgs, TraceArgs, Tracing};
 use crate::train_speed::{self, StepArgs, Train};
@@ -39,6 +40,8 @@ pub(crate) struct Args {
     repetitions: u16,
     #[command(flatten)]
     steps: StepArgs,
+    #[command(flatten)]
+    grpo: GrpoArgs,
     /// With --train, tokens per sequence
     #[arg(short = 'c', long, default_value_t = 1024, requires = "train")]
     context: usize,
@@ -148,6 +151,9 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.grpo.grpo.is_some() {
+        return run_grpo(args);
+    }
     if let Some(train) = args.steps.train {
         return run_steps(args, train);
     }
@@ -227,6 +233,36 @@ fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
             Format::Json => rows.push(row),
             Format::Csv | Format::Sql => {
                 bail!("--train prints no CSV and no SQL\nhint: use --format md, json or jsonl")
+            }
+        }
+    }
+    if matches!(args.format, Format::Json) {
+        command::print(&(serde_json::to_string_pretty(&rows)? + "\n"))?;
+    }
+    Ok(())
+}
+
+/// Measures steps of GRPO.
+fn run_grpo(args: &Args) -> anyhow::Result<()> {
+    let train = args.steps.train.unwrap_or(Train::Full);
+    let quant = args.of.load.options().quant;
+    let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing, quant)?;
+    let mut rows = Vec::new();
+    for prompt in &args.n_prompt.0 {
+        for generated in &args.n_gen.0 {
+            if *prompt == 0 || *generated == 0 {
+                bail!("--grpo needs prompts and completions\nhint: set -p and -n above 0");
+            }
+            let shape = [*prompt, *generated];
+            let repetitions = args.repetitions.into();
+            let row = grpo_speed::bench(&args.of, &training, &args.grpo, shape, repetitions)?;
+            match args.format {
+                Format::Md => command::print(&grpo_speed::table(&row))?,
+                Format::Jsonl => command::print(&(serde_json::to_string(&row)? + "\n"))?,
+                Format::Json => rows.push(row),
+                Format::Csv | Format::Sql => {
+                    bail!("--grpo prints no CSV and no SQL\nhint: use --format md, json or jsonl")
+                }
             }
         }
     }

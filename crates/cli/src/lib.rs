@@ -6,6 +6,7 @@ mod faults;
 mod generate_command;
 mod grpo_args;
 mod grpo_command;
+mod grpo_speed;
 mod interrupt;
 mod logits_command;
 mod model_args;

@@ -1,10 +1,12 @@
 //! `flashover plan`: estimates the memory that a model needs, without loading it.
 
 use anyhow::bail;
+use flashover::grpo::GrpoPlan;
 use flashover::memory::{Plan, PlanError, Preset, Workload};
 use flashover::train::{Recompute, Training, Trains};
 use flashover::{EngineOptions, KvFormat, LoadError};
 
+use crate::grpo_speed::{self, Groups, GrpoArgs};
 use crate::model_args::{SubjectArgs, choice};
 use crate::train_args::{LoraArgs, USUAL_TO_TRAIN};
 use crate::train_speed::{StepArgs, Train};
@@ -24,6 +26,8 @@ pub(crate) struct Args {
     preset: Option<Preset>,
     #[command(flatten)]
     steps: StepArgs,
+    #[command(flatten)]
+    grpo: GrpoArgs,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
@@ -41,13 +45,18 @@ pub(crate) const PROFILE: &str =
 const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    if args.steps.train.is_none() && args.lora.are_given() {
+    let groups = args.grpo.grpo;
+    if groups.is_some() && (args.preset.is_some() || args.batch.is_some()) {
+        bail!("--grpo sets the batch\nhint: leave out --preset and --batch");
+    }
+    if args.steps.train.is_none() && groups.is_none() && args.lora.are_given() {
         bail!("--lora options need a plan for training\nhint: add --train lora");
     }
     if args.lora.are_given() && matches!(args.steps.train, Some(Train::Full)) {
         bail!("--lora options are of --train lora\nhint: leave them out, or use --train lora");
     }
-    if args.steps.train.is_some() && args.of.load.options().kv != KvFormat::Float {
+    let draws = groups.is_some();
+    if args.steps.train.is_some() && !draws && args.of.load.options().kv != KvFormat::Float {
         bail!("training has no KV cache\nhint: leave out --kv-cache");
     }
     // A recorded profile needs no device.
@@ -66,6 +75,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let train = args.steps.train.unwrap_or(Train::Lora);
     let training =
         args.steps.training(train, args.lora.options(), Recompute::Layers, options.quant)?;
+    if let Some(groups) = groups {
+        let of = |options: &EngineOptions, workload| subject.plan(&profile, options, workload);
+        let context = match args.context {
+            Some(context) => context,
+            None => match of(&options, Workload::new(1, USUAL)) {
+                Ok(_) => USUAL,
+                Err(why) => why.context().ok_or(why)?,
+            },
+        };
+        let plan = grpo_speed::planned(&args.grpo, groups, &training, context, &options, of)?;
+        return show_grpo(args, groups, &plan);
+    }
     let training = trains.then_some(training);
     let usual = if trains { USUAL_TO_TRAIN } else { USUAL };
     let plan = planned(args, &options, usual, |options, workload| {
@@ -80,6 +101,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         true => Ok(()),
         false if trains => Err(PlanError::Memory(Box::new(plan)).into()),
         false => bail!("the workload does not fit: {plan}\nhint: {}", plan.advice()),
+    }
+}
+
+/// Prints the plan of GRPO, and fails if it does not fit.
+fn show_grpo(args: &Args, groups: Groups, plan: &GrpoPlan) -> anyhow::Result<()> {
+    let learn = &plan.learn;
+    let mut lines = vec![
+        ("model", format!("{}, {}", learn.model, learn.precision())),
+        ("device", learn.device.clone()),
+        ("batch", format!("{} x {}", groups.prompts, groups.group)),
+        ("micro-batch", learn.workload.batch.to_string()),
+        ("context", learn.workload.context.to_string()),
+    ];
+    lines.extend(plan.parts().into_iter().map(|(name, part)| (name, bytes(part))));
+    lines.push(("total", bytes(plan.peak_bytes())));
+    lines.extend(learn.budget_bytes.map(|budget| ("budget", bytes(budget))));
+    command::print(&match args.json {
+        true => serde_json::to_string_pretty(plan)? + "\n",
+        false => lines.into_iter().map(|(name, value)| format!("{name:<16} {value}\n")).collect(),
+    })?;
+    match plan.fits() {
+        true => Ok(()),
+        false => bail!(
+            "the batch does not fit\nhint: use fewer prompts or completions (--grpo), a smaller --micro-batch or -c, or --quant \
+             nf4"
+        ),
     }
 }
 

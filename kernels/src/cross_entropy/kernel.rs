@@ -71,6 +71,8 @@ pub(super) fn cross_entropy<F: Float, N: Size>(
             row_max: f32::MIN.runtime(),
             weight: 0.0f32.runtime(),
             moment: 0.0f32.runtime(),
+            weight_error: 0.0f32.runtime(),
+            moment_error: 0.0f32.runtime(),
         };
         #[unroll]
         for h in 0..comptime!(plan.held as usize) {
@@ -188,6 +190,10 @@ struct SoftmaxStats {
     weight: f32,
     /// Σ 2^((z - row_max) · unit) · (z - row_max) · unit
     moment: f32,
+    /// Rounding errors of both, which are too large by them: most terms of a vocabulary are less than the last bit of the sum,
+    /// and are much together.
+    weight_error: f32,
+    moment_error: f32,
 }
 
 /// Values of a row that its gradient needs.
@@ -265,8 +271,8 @@ fn absorb(
     }
     let lower = lowered(sums.row_max, row_max, unit);
     let factor = power(lower, ptx);
-    let mut moment = factor * (sums.moment + sums.weight * lower);
-    let mut weight = factor * sums.weight;
+    let mut weight = 0.0f32.runtime();
+    let mut moment = 0.0f32.runtime();
     #[unroll]
     for e in 0..width {
         let exponent = (z[e] - row_max) * unit;
@@ -275,9 +281,19 @@ fn absorb(
         // The bound avoids 0 · -inf, which is NaN.
         moment = fma(own, max(exponent, -1e4f32), moment);
     }
+    let moment_error = sums.moment_error + sums.weight_error * lower;
+    let before = factor * (sums.moment + sums.weight * lower);
+    (sums.moment, sums.moment_error) = sum_of(before, moment - factor * moment_error);
+    (sums.weight, sums.weight_error) =
+        sum_of(factor * sums.weight, weight - factor * sums.weight_error);
     sums.row_max = row_max;
-    sums.weight = weight;
-    sums.moment = moment;
+}
+
+/// Returns a sum and its rounding error (Kahan).
+#[cube]
+fn sum_of(before: f32, added: f32) -> (f32, f32) {
+    let sum = before + added;
+    (sum, (sum - before) - added)
 }
 
 /// Returns the exponent that rescales sums when the largest z rises. Its power of 2 is 0 while they are

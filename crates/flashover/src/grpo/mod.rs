@@ -15,6 +15,7 @@ mod advantages;
 mod data;
 mod error;
 mod options;
+mod plan;
 mod reference;
 mod report;
 mod rewards;
@@ -35,6 +36,7 @@ pub use data::{GrpoPrompt, Prompts};
 pub use error::GrpoError;
 pub use models::{KlFactor, Level, LossKind};
 pub use options::{Correction, GrpoOptions, ReferencePlace};
+pub use plan::GrpoPlan;
 pub use report::{LogRatio, Phase, Phases, Report, RewardFault, RewardReport, Sample};
 pub use rewards::{Command, Reward, RewardError, Rule, Score, Scored, parse_reward};
 
