@@ -74,7 +74,7 @@ pub(crate) struct DrawingArgs {
     #[arg(long, value_name = "N", default_value_t = 16)]
     group: usize,
     /// Most tokens of a completion
-    #[arg(long, short = 'n', value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128)]
     max_new_tokens: usize,
     /// Number of batches
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]

@@ -76,10 +76,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     grpo.reserve(args.drawing.positions as usize, longest)?;
     if let Some(resume) = &args.resume {
         grpo.resume(resume, &run)?;
-        command::note!(
-            "the run continues after {}",
-            command::count(grpo.batches() as usize, "batch")
-        );
+        command::note!("the run continues after batch {}", grpo.batches());
     }
     drop(log);
     let log = args.log.as_deref().zip(ceilings);
@@ -190,7 +187,8 @@ impl Job<'_> {
         let _listening = interrupt::listen_and_save()?;
         let mut folder = Adapter::begin(&args.output)?;
         let what = if args.policy.full { "model" } else { "adapter" };
-        let (steps, first) = (u64::from(args.drawing.steps), grpo.trainer().done());
+        let (first, drawn) = (grpo.trainer().done(), grpo.batches());
+        let steps = u64::from(args.drawing.steps);
         let begin = Stopwatch::start();
         let mut ended = Ok(());
         while ended.is_ok() && !interrupt::came() && (grpo.batches() < steps || grpo.has_updates())
@@ -206,9 +204,10 @@ impl Job<'_> {
                 }
             }
         }
-        // Also after an error. Without a step, an earlier result stays.
-        if grpo.trainer().done() > first {
-            let saved = match args.save_every.is_some() || args.resume.is_some() {
+        // Also after an error. Without a step, an earlier result stays, but a run that goes on draws other completions.
+        let goes_on = args.save_every.is_some() || args.resume.is_some();
+        if grpo.trainer().done() > first || (goes_on && grpo.batches() > drawn) {
+            let saved = match goes_on {
                 true => grpo.checkpoint_into(&mut folder, &self.run),
                 false => grpo.trainer().save_into(&mut folder).map_err(GrpoError::from),
             };

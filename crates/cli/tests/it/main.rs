@@ -1,6 +1,7 @@
 //! Tests the `flashover` command on the CPU.
 
 mod generate;
+mod grpo;
 mod hub;
 mod interrupt;
 mod kills;

@@ -102,7 +102,7 @@ impl Engine {
         let _weights = self.reading();
         let all = self.0.reader.workload(asked, completions);
         let context = all.context;
-        if !self.0.reader.decodes_together(context) {
+        if all.batch == 1 || !self.0.reader.decodes_together(context) {
             return self.one_by_one(asked, completions, context, &mut seen);
         }
         let _grant = self.admit(all.clone())?;
