@@ -1,5 +1,6 @@
 //! Checks every kernel and model against the reference.
 
+mod grpo;
 mod memory;
 mod models;
 mod unets;
@@ -69,6 +70,7 @@ pub(crate) fn verify(
     if let Some(fixtures) = fixtures {
         jobs.extend(models::jobs(device.profile(), fixtures)?);
         jobs.extend(unets::jobs(device.profile(), fixtures)?);
+        jobs.extend(grpo::jobs(device.profile(), fixtures));
     }
     if let Some(filter) = filter {
         jobs.retain(|job| job.matches(filter));

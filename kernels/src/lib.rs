@@ -31,6 +31,7 @@ pub mod rope;
 mod round;
 mod rows;
 pub mod sample;
+pub mod scaled_copy;
 mod softcap;
 mod tile;
 mod weight;

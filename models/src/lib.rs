@@ -56,7 +56,7 @@ mod workload;
 
 pub use config::{Activation, DecoderConfig, Family, Ffn, Layer, Norm, NormKind, Placement};
 pub use decoder::{
-    Activations, Batch, Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache,
+    Activations, Adapted, Batch, Decoder, Example, FlatAdapter, FlatWeights, Gradients, KvCache,
     LoadOptions, Loading, Loss, MOST_PACKED, MicroBatch, OnDevice, PagedCache, Parking, Recompute,
     TokenStats, Trained, file_dtype, on_device,
 };

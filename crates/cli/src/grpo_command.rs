@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let folder = folder(args)?;
     check_output(args)?;
     let prompts = Prompts::open(&args.data, &folder)?;
-    let longest = longest(&prompts, &folder, &options)?;
+    let lengths = lengths(&prompts, &folder, &options)?;
     let device = args.of.load.open()?;
     let run = json!({
         "model": folder.fingerprint()?,
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let trainer = trainer(args, &device, folder, &load, &options)?;
     let ceilings = args.log.as_ref().map(|_| Ceilings::measure(trainer.engine())).transpose()?;
     let mut grpo = Grpo::new(trainer, rewards, options)?;
-    grpo.reserve(args.drawing.positions as usize, longest)?;
+    grpo.reserve(args.drawing.positions as usize, &lengths)?;
     if let Some(resume) = &args.resume {
         grpo.resume(resume, &run)?;
         command::note!("the run continues after batch {}", grpo.batches());
@@ -117,12 +117,12 @@ fn check_output(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Returns the tokens of the longest prompt.
-fn longest(
+/// Returns the tokens of each prompt.
+fn lengths(
     prompts: &Prompts,
     folder: &ModelFolder,
     options: &GrpoOptions,
-) -> Result<usize, GrpoError> {
+) -> Result<Vec<usize>, GrpoError> {
     let context = folder.config().context().unwrap_or(usize::MAX);
     let room = context.saturating_sub(options.max_new_tokens);
     match prompts.all().iter().find(|own| own.tokens.len() > room) {
@@ -130,7 +130,7 @@ fn longest(
             let (line, tokens) = (long.line, long.tokens.len());
             Err(GrpoError::Prompt { line, tokens, room, context })
         }
-        None => Ok(prompts.all().iter().map(|own| own.tokens.len()).max().unwrap_or(1)),
+        None => Ok(prompts.all().iter().map(|own| own.tokens.len()).collect()),
     }
 }
 

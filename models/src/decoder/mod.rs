@@ -18,6 +18,7 @@
 //! Projections with the same input are one matmul if their weights allow it: queries, keys and values always
 //! if dense, gate and up in 4 bits.
 
+mod adapted;
 mod backward;
 mod batch;
 mod cache;
@@ -42,6 +43,7 @@ use ops::{
 };
 
 use crate::{DecoderConfig, Error, KvFormat, ModelPrecision};
+pub use adapted::Adapted;
 pub use backward::{Activations, Gradients, Loss, Parking, Recompute, TokenStats, Trained};
 pub use batch::{Batch, Example, MicroBatch};
 pub use cache::KvCache;

@@ -50,6 +50,8 @@ pub struct PagedCache {
 struct Sequence {
     tokens: Vec<u32>,
     pages: Vec<u32>,
+    /// Most positions.
+    most: usize,
 }
 
 /// Steps of a number of rows.
@@ -93,10 +95,15 @@ impl PagedCache {
         if power >= 8 && power / 4 * 3 >= count { power / 4 * 3 } else { power }
     }
 
-    /// Returns the number of pages of `completions` sequences of a prompt of `prompt` tokens, each of up to `capacity` positions.
-    pub const fn pages(prompt: usize, completions: usize, capacity: usize) -> usize {
+    /// Returns the number of pages of `completions` sequences of a prompt of `prompt` tokens, each of up to `most` positions.
+    pub const fn pages(prompt: usize, completions: usize, most: usize) -> usize {
         let whole = prompt / PAGE;
-        whole + completions * (capacity.div_ceil(PAGE) - whole)
+        whole + completions * (most.div_ceil(PAGE) - whole)
+    }
+
+    /// Returns the positions that `batch` sequences of `capacity` positions share, or lack, if they have `pages` pages.
+    pub const fn shared_positions(batch: usize, capacity: usize, pages: usize) -> usize {
+        (batch * capacity.div_ceil(PAGE)).saturating_sub(pages) * PAGE
     }
 
     /// Returns the number of positions of a prompt of `prompt` tokens that all of its sequences share.
@@ -185,38 +192,38 @@ impl PagedCache {
         self.free.sort_unstable_by(|one, other| other.cmp(one));
     }
 
-    /// Drops captured graphs, which read the weights of one decoder: another decoder needs its own.
-    pub fn forget_steps(&mut self) {
-        let _stream_guard = ops::stream_guard();
-        self.steps.clear();
-    }
-
-    /// Adds the sequences of a prompt, and returns their numbers.
-    fn join(&mut self, prompt: &[u32], completions: usize) -> Result<Vec<usize>, Error> {
+    /// Adds the sequences of a prompt, each with room for more tokens, and returns their numbers.
+    fn join(
+        &mut self,
+        prompt: &[u32],
+        completions: usize,
+        room: usize,
+    ) -> Result<Vec<usize>, Error> {
         let (length, capacity) = (prompt.len(), self.capacity);
         if length > capacity {
             return Err(Error::Full { need: length, capacity });
         }
-        let (need, have) = (Self::pages(length, completions, capacity), self.free.len());
+        let most = length.saturating_add(room).min(capacity);
+        let (need, have) = (Self::pages(length, completions, most), self.free.len());
         if need > have {
             return Err(Error::Pages { need, have });
         }
         let shared = self.free.split_off(have - length / PAGE);
         let mut joined = Vec::new();
         for _ in 0..completions {
-            let own = capacity.div_ceil(PAGE) - shared.len();
+            let own = most.div_ceil(PAGE) - shared.len();
             let own = self.free.split_off(self.free.len() - own);
             let pages = [&shared[..], &own].concat();
             pages.iter().for_each(|page| self.uses[*page as usize] += 1);
             joined.push(self.sequences.len());
-            self.sequences.push(Some(Sequence { tokens: prompt.to_vec(), pages }));
+            self.sequences.push(Some(Sequence { tokens: prompt.to_vec(), pages, most }));
         }
         Ok(joined)
     }
 
     /// Returns true if each of these sequences has a free position.
     fn free_to_write(&self, sequences: &[usize]) -> bool {
-        sequences.iter().all(|at| self.tokens(*at).is_some_and(|own| own.len() < self.capacity))
+        sequences.iter().all(|at| self.sequence(*at).is_ok_and(|own| own.tokens.len() < own.most))
     }
 
     fn sequence(&self, at: usize) -> Result<&Sequence, Error> {
@@ -303,8 +310,8 @@ impl Decoder {
         }
     }
 
-    /// Runs prompts of different lengths, each once, for `completions` sequences each. Returns the numbers of these, in order,
-    /// and the logits after each prompt, `[prompts, vocab]` in f32.
+    /// Runs prompts of different lengths, each once, for `completions` sequences each, which have room for `room` more tokens, at
+    /// most up to the capacity. Returns the numbers of these, in order, and the logits after each prompt, `[prompts, vocab]` in f32.
     ///
     /// # Errors
     /// [`Error::Step`] for an empty prompt, or for none. [`Error::Token`] for a token past the vocabulary. [`Error::Full`] for a
@@ -315,6 +322,7 @@ impl Decoder {
         cache: &mut PagedCache,
         prompts: &[impl AsRef<[u32]>],
         completions: usize,
+        room: usize,
     ) -> Result<(Vec<Vec<usize>>, Tensor<2>), Error> {
         let _stream_guard = ops::stream_guard();
         let prompts: Vec<&[u32]> = prompts.iter().map(AsRef::as_ref).collect();
@@ -325,7 +333,7 @@ impl Decoder {
         prompts.iter().try_for_each(|own| self.config.check_tokens(own))?;
         let before = cache.sequences.len();
         let run = |cache: &mut PagedCache| {
-            let join = |own: &&[u32]| cache.join(own, completions);
+            let join = |own: &&[u32]| cache.join(own, completions, room);
             let groups = prompts.iter().map(join).collect::<Result<Vec<_>, _>>()?;
             let mut logits = Vec::new();
             let mut from = 0;
@@ -362,11 +370,11 @@ impl Decoder {
         &self,
         cache: &mut PagedCache,
         prompts: &[impl AsRef<[u32]>],
-        completions: usize,
+        (completions, room): (usize, usize),
         then: impl Fn(&Ctx, Tensor<2>) -> Result<(), OpError>,
     ) -> Result<Rehearsed, Error> {
         let rehearsal = self.rehearsal();
-        let (groups, _) = rehearsal.prefill_groups(cache, prompts, completions)?;
+        let (groups, _) = rehearsal.prefill_groups(cache, prompts, completions, room)?;
         let all = groups.concat();
         let rows: Vec<_> = all.iter().copied().map(Some).collect();
         let made = match cache.free_to_write(&all) {
@@ -457,10 +465,11 @@ impl Decoder {
                 continue;
             };
             let own = cache.sequence(*at)?;
-            if own.tokens.len() >= capacity {
-                return Err(Error::Full { need: own.tokens.len() + 1, capacity });
+            if own.tokens.len() >= own.most {
+                return Err(Error::Full { need: own.tokens.len() + 1, capacity: own.most });
             }
             table.extend_from_slice(&own.pages);
+            table.resize(table.len() + per - own.pages.len(), 0);
             start.push(own.tokens.len() as u32);
         }
         let before = start.iter().copied().max().unwrap_or(0) as usize;

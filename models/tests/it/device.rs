@@ -239,7 +239,7 @@ fn sequences_in_pages_are_those_that_are_alone() {
         apart *= 64 * (pages as u64 + 1);
         assert_eq!(cache.bytes(), apart, "{name}");
         for _ in 0..2 {
-            let made = decoder.prefill_groups(&mut cache, &groups, 2).expect("room");
+            let made = decoder.prefill_groups(&mut cache, &groups, 2, 99).expect("room");
             let (sequences, logits) = (made.0.concat(), values(made.1));
             assert_eq!((sequences.len(), cache.free_pages()), (8, 0));
             let mut want = Vec::new();
@@ -261,7 +261,8 @@ fn sequences_in_pages_are_those_that_are_alone() {
             }
             assert_eq!((cache.tokens(sequences[0]), cache.free_pages()), (None, 7));
             let other = &long[3..60];
-            let (new, _) = decoder.prefill_groups(&mut cache, &[other], 3).expect("room");
+            let (new, _) =
+                decoder.prefill_groups(&mut cache, &[other], 3, usize::MAX).expect("room");
             let (tokens, logits) = alone(other);
             let have = greedy_in_pages(&decoder, &mut cache, &new[0], logits.repeat(3), 8);
             assert_eq!(have, vec![tokens; 3], "{name}");
@@ -289,12 +290,12 @@ fn a_cache_in_pages_refuses_what_does_not_fit() {
     let decoder = in_f32("llama");
     let tokens: Vec<u32> = golden("llama").prompt.iter().copied().cycle().take(65).collect();
     let mut cache = decoder.paged_cache(2, 64).expect("short");
-    let (sequences, _) = decoder.prefill_groups(&mut cache, &[&tokens[..64]], 3).expect("room");
+    let (sequences, _) = decoder.prefill_groups(&mut cache, &[&tokens[..64]], 3, 1).expect("room");
     assert_eq!((&sequences[0][..], cache.free_pages()), (&[0, 1, 2][..], 1));
     let full = decoder.decode_paged(&mut cache, &[Some(0)], &[1]);
     assert!(matches!(full, Err(Error::Full { need: 65, capacity: 64 })));
     let mut refused = |prompts: &[&[u32]], completions| {
-        decoder.prefill_groups(&mut cache, prompts, completions).map(drop)
+        decoder.prefill_groups(&mut cache, prompts, completions, 64).map(drop)
     };
     assert!(matches!(refused(&[&tokens], 1), Err(Error::Full { need: 65, .. })));
     assert!(matches!(refused(&[&tokens[..2]], 2), Err(Error::Pages { need: 2, have: 1 })));
@@ -306,6 +307,11 @@ fn a_cache_in_pages_refuses_what_does_not_fit() {
     assert_eq!(cache.free_pages(), 1);
     cache.leave(1);
     assert_eq!(cache.free_pages(), 1);
+    // A sequence with room for one token takes one.
+    let (own, _) = decoder.prefill_groups(&mut cache, &[&tokens[..2]], 1, 1).expect("room");
+    decoder.decode_paged(&mut cache, &[Some(own[0][0])], &[1]).expect("room");
+    let full = decoder.decode_paged(&mut cache, &[Some(own[0][0])], &[1]);
+    assert!(matches!(full, Err(Error::Full { need: 4, capacity: 3 })));
     let left = decoder.decode_paged(&mut cache, &[Some(1)], &[1]);
     assert!(matches!(left, Err(Error::Left { sequence: 1 })));
     let none = decoder.decode_paged(&mut cache, &[], &[]);

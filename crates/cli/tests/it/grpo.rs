@@ -26,7 +26,7 @@ fn a_policy_is_trained_saved_and_resumed() {
     let dir = tempfile::tempdir().expect("a folder");
     let (data, model) = (prompts(dir.path()), demo().display().to_string());
     let at = |name: &str| dir.path().join(name).display().to_string();
-    let words = "cmd:while read line; do case $line in *'\"completion\":\"'*e*'\",\"line\"'*) echo 1;; *) echo '{\"reward\": 0}';; esac; done";
+    let words = "cmd:while read line; do case $line in *'\"completion\":\"'*e*'\",\"tokens\"'*) echo 1;; *) echo '{\"reward\": 0}';; esac; done";
     let common = [
         "--model",
         &model,
@@ -64,6 +64,7 @@ fn a_policy_is_trained_saved_and_resumed() {
         assert_eq!(lines.len(), 3);
         assert_eq!((&lines[2]["batch"], &lines[2]["truncated"]), (&3.into(), &1.0.into()));
         assert_eq!(lines[0]["rewards"][1]["mean"], 0.5, "6 tokens of 4");
+        assert!(lines.iter().any(|line| line["gradient"].as_f64() > Some(0.0)), "{text}");
         assert!(lines[0]["log_ratio"]["largest"].as_f64() < Some(1e-4), "{}", lines[0]);
         assert!(lines[0]["samples"][0]["completion"].is_string());
 

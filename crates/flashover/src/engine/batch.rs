@@ -109,19 +109,21 @@ impl Engine {
         let lengths = || asked.iter().map(|(tokens, _)| tokens.len());
         let pages = lengths().map(|len| PagedCache::pages(len, completions, context)).sum();
         let mut cache = self.paged_within(pages, &all, lengths().sum())?;
-        self.generate_in(self.decoder(), &mut cache, asked, completions, &mut seen)
+        let size = (completions, usize::MAX);
+        self.generate_in(self.decoder(), &mut cache, asked, size, &mut seen)
     }
 
-    /// Generates completions in `cache`, which has room for them, with the weights of a decoder like the engine's.
+    /// Generates completions in `cache`, which has pages for them, with the weights of a decoder like the engine's. `size` is
+    /// the number of completions of each prompt, and the most tokens of each.
     pub(crate) fn generate_with(
         &self,
         decoder: &Decoder,
         cache: &mut PagedCache,
         asked: &[(&[u32], &Request)],
-        completions: usize,
+        size: (usize, usize),
     ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         let _weights = self.reading();
-        self.generate_in(decoder, cache, asked, completions, &mut |_| ControlFlow::Continue(()))
+        self.generate_in(decoder, cache, asked, size, &mut |_| ControlFlow::Continue(()))
     }
 
     fn generate_in(
@@ -129,7 +131,7 @@ impl Engine {
         decoder: &Decoder,
         cache: &mut PagedCache,
         asked: &[(&[u32], &Request)],
-        completions: usize,
+        (completions, room): (usize, usize),
         seen: &mut impl FnMut(BatchStep<'_>) -> ControlFlow<()>,
     ) -> Result<Vec<Vec<Completion>>, GenerateError> {
         cache.clear();
@@ -141,8 +143,8 @@ impl Engine {
         if prompts.is_empty() || completions == 0 {
             return Ok(answers);
         }
-        self.precompile_groups(decoder, cache, &prompts, completions)?;
-        let (groups, after) = decoder.prefill_groups(cache, &prompts, completions)?;
+        self.precompile_groups(decoder, cache, &prompts, (completions, room))?;
+        let (groups, after) = decoder.prefill_groups(cache, &prompts, completions, room)?;
         let mut growing = Vec::new();
         for (prompt, (tokens, request)) in asked.iter().enumerate() {
             for completion in 0..completions {

@@ -49,12 +49,12 @@ impl Engine {
         decoder: &Decoder,
         cache: &mut PagedCache,
         prompts: &[&[u32]],
-        completions: usize,
+        size: (usize, usize),
     ) -> Result<(), GenerateError> {
         if !Ctx::precompiles(decoder.device()) {
             return Ok(());
         }
-        let rows = PagedCache::rows(prompts.len() * completions);
+        let rows = PagedCache::rows(prompts.len() * size.0);
         let prompt: usize = prompts.iter().map(|own| own.len()).sum();
         let longest = prompts.iter().map(|own| own.len()).max().unwrap_or(0);
         let shape = [rows, prompt.next_power_of_two(), longest.next_power_of_two(), 2];
@@ -62,7 +62,7 @@ impl Engine {
         if done.insert(shape) {
             drop(done);
             let sampling = sampler::rehearse(!self.absent().is_empty());
-            decoder.rehearse_groups(cache, prompts, completions, sampling)?.compile();
+            decoder.rehearse_groups(cache, prompts, size, sampling)?.compile();
         }
         Ok(())
     }

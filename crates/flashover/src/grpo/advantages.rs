@@ -67,9 +67,13 @@ impl Advantages {
     }
 }
 
+/// Returns the mean; of equal values, exactly that value.
 fn mean(values: &[Option<f64>]) -> f64 {
     let values: Vec<f64> = values.iter().flatten().copied().collect();
-    values.iter().sum::<f64>() / values.len().max(1) as f64
+    match values.first() {
+        Some(first) if values.iter().all(|own| own == first) => *first,
+        _ => values.iter().sum::<f64>() / values.len().max(1) as f64,
+    }
 }
 
 /// Returns the deviation of a sample; 0 for fewer than two values.
@@ -138,6 +142,9 @@ mod tests {
         assert_eq!(made.values, want);
         assert_eq!(made.rewards[..3], [Some(2.0), None, Some(6.0)]);
         assert_eq!(made.equal_groups, 1);
+        // The sum of these has a rounding error.
+        let equal = Advantages::new(&scores(&[Some(0.1); 3]), &[1.0], 3, Scale::Group);
+        assert_eq!((equal.values, equal.equal_groups), (vec![Some(0.0); 3], 1));
         let none = Advantages::new(&scores(&[None; 3]), &[1.0], 3, Scale::Group);
         assert_eq!((none.values, none.equal_groups), (vec![None; 3], 1));
     }

@@ -21,7 +21,7 @@ mod report;
 mod rewards;
 mod state;
 
-use models::{Batch, Example, MicroBatch, PagedCache, Policy, PolicySequence, Workload};
+use models::{Adapted, Batch, Example, MicroBatch, PagedCache, Policy, PolicySequence, Workload};
 use serde::{Deserialize, Serialize};
 use tune::timing::Stopwatch;
 
@@ -66,6 +66,8 @@ pub struct Grpo {
     batch: Option<Drawn>,
     reference: Reference,
     sequences: Option<Sequences>,
+    /// The policy of an adapter, to draw from.
+    adapted: Option<Adapted>,
     /// Dropped last, because the last user of a model frees its memory pages.
     trainer: Trainer,
 }
@@ -157,6 +159,7 @@ impl Grpo {
             batch: None,
             reference,
             sequences: None,
+            adapted: None,
             trainer,
         })
     }
@@ -186,30 +189,33 @@ impl Grpo {
         self.batch.is_some()
     }
 
-    /// Reserves memory for batches of `prompts` prompts of up to `longest` tokens. A batch that needs more reserves it itself.
+    /// Reserves memory for batches of `prompts` prompts of these lengths in tokens, whichever come together. A batch that needs more
+    /// reserves it itself.
     ///
     /// # Errors
-    /// [`GrpoError::Train`] if it does not fit on the device; [`GrpoError::Prompt`].
-    pub fn reserve(&mut self, prompts: usize, longest: usize) -> Result<(), GrpoError> {
+    /// [`GrpoError::Train`] if it does not fit on the device; [`GrpoError::Generate`] for a prompt longer than the context less a
+    /// completion.
+    pub fn reserve(&mut self, prompts: usize, lengths: &[usize]) -> Result<(), GrpoError> {
         let (group, most) = (self.options.group, self.options.max_new_tokens);
+        let longest = lengths.iter().copied().max().unwrap_or(0);
         let capacity = longest + most;
-        if let Some(context) =
-            self.trainer.engine().config().context().filter(|max| capacity > *max)
-        {
-            let room = context.saturating_sub(most);
-            return Err(GrpoError::Prompt { line: 0, tokens: longest, room, context });
-        }
         let passes = self.options.micro_batch.min(prompts * group);
         self.trainer.reserve(&Workload::new(passes, capacity))?;
-        // A prompt of less than a page shares none.
-        let pages = prompts * PagedCache::pages(0, group, capacity);
+        // The largest prompts, each as often as it may be in a batch.
+        let mut each: Vec<usize> =
+            lengths.iter().map(|own| PagedCache::pages(*own, group, own + most)).collect();
+        each.sort_unstable_by(|one, other| other.cmp(one));
+        let times = prompts.div_ceil(lengths.len().max(1));
+        let pages = each.iter().flat_map(|pages| vec![*pages; times]).take(prompts).sum();
         let fits = |own: &Sequences| own.cache.capacity() >= capacity && own.pages >= pages;
         if self.sequences.as_ref().is_some_and(fits) {
             return Ok(());
         }
         self.sequences = None;
         let engine = self.trainer.engine();
-        let workload = Workload { shared: Some(0), ..Workload::new(prompts * group, capacity) };
+        let batch = prompts * group;
+        let shared = PagedCache::shared_positions(batch, capacity, pages);
+        let workload = Workload { shared: Some(shared), ..Workload::new(batch, capacity) };
         let grant = engine.admit(workload.clone())?;
         let cache = engine.paged_within(pages, &workload, prompts * longest)?;
         self.sequences = Some(Sequences { cache, pages, _grant: grant });
@@ -242,8 +248,8 @@ impl Grpo {
             let (line, tokens) = (long.line, long.tokens.len());
             return Err(GrpoError::Prompt { line, tokens, room, context });
         }
-        let longest = prompts.iter().map(|own| own.tokens.len()).max().unwrap_or(0);
-        self.reserve(prompts.len(), longest)?;
+        let lengths: Vec<usize> = prompts.iter().map(|own| own.tokens.len()).collect();
+        self.reserve(prompts.len(), &lengths)?;
         if self.options.renew_reference.is_some_and(|every| self.drawn.is_multiple_of(every as u64))
         {
             self.reference.renew(&mut self.trainer)?;
@@ -336,7 +342,7 @@ impl Grpo {
 
     /// Draws the completions of each prompt.
     fn sample(&mut self, prompts: &[GrpoPrompt]) -> Result<Vec<Vec<Completion>>, GrpoError> {
-        let decoder = self.trainer.policy_decoder()?;
+        let decoder = self.trainer.policy_decoder(&mut self.adapted)?;
         let engine = self.trainer.engine();
         let request = |at: usize| Request {
             sampling: Sampling {
@@ -357,11 +363,8 @@ impl Grpo {
             .map(|(own, request)| (&own.tokens[..], request))
             .collect();
         let cache = &mut self.sequences.as_mut().expect("just reserved").cache;
-        if !self.trainer.is_full() {
-            // The adapter has new values, in other memory than a graph would read.
-            cache.forget_steps();
-        }
-        Ok(engine.generate_with(&decoder, cache, &asked, self.options.group)?)
+        let size = (self.options.group, self.options.max_new_tokens);
+        Ok(engine.generate_with(decoder, cache, &asked, size)?)
     }
 
     /// Scores completions.

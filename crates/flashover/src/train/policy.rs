@@ -1,7 +1,7 @@
 //! Measures and copies of a policy, for GRPO.
 
 use burn::tensor::Tensor;
-use models::{Batch, Decoder, FlatWeights, Loss, TokenStats};
+use models::{Adapted, Batch, Decoder, FlatWeights, Loss, TokenStats};
 
 use super::{Subject, TrainError, Trainer, trained};
 
@@ -47,14 +47,22 @@ impl Trainer {
         Ok(self.engine.on_host(row)?)
     }
 
-    /// Returns a decoder of the present policy. That of an adapter is of its values now, that of all weights is always present.
-    pub(crate) fn policy_decoder(&self) -> Result<Decoder, TrainError> {
+    /// Returns a decoder of the present policy. That of an adapter, which is kept in `adapted`, has its values now.
+    pub(crate) fn policy_decoder<'a>(
+        &'a self,
+        adapted: &'a mut Option<Adapted>,
+    ) -> Result<&'a Decoder, TrainError> {
         let decoder = self.engine.decoder();
         let adapter = self.state.as_ref().and_then(|state| state.adapter.as_ref());
-        Ok(match (&self.subject, adapter) {
-            (Subject::Adapter(_), Some(adapter)) => decoder.adapted(adapter)?,
-            _ => decoder.clone(),
-        })
+        let Some(adapter) = adapter else { return Ok(decoder) };
+        let own = match adapted.take() {
+            Some(own) => {
+                own.refresh(adapter)?;
+                own
+            }
+            None => Adapted::new(decoder, adapter)?,
+        };
+        Ok(adapted.insert(own).decoder())
     }
 
     /// Returns a copy of the weights on the device, and a decoder that reads it.

@@ -61,3 +61,14 @@ fn kernels_run_on_tensors_of_burn() {
     );
     assert_eq!(run("own_model", &[]), "[24, 64]\n");
 }
+
+#[test]
+fn moves_of_chess_are_learned() {
+    let text = run("chess", &[&demo(), "2"]);
+    let rewards: Vec<f64> = text
+        .lines()
+        .filter_map(|line| line.split_once(": reward ")?.1.split(',').next()?.parse().ok())
+        .collect();
+    // Some moves are legal after the lessons, and some are not.
+    assert!(rewards.len() == 2 && rewards.iter().all(|own| (0.2..0.9).contains(own)), "{text}");
+}

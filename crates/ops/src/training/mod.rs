@@ -28,4 +28,4 @@ pub use offload::{link, load, save};
 pub use optimizer::{AdamWState, BlockScales, StepRules, adamw, control, descend, momentum};
 pub use product::{add_column_sums, add_product, linear_activated, linear_activated_backward};
 pub use rope::rotate;
-pub use values::{clear, overwrite};
+pub use values::{clear, copy_scaled, overwrite};

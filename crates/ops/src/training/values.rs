@@ -1,9 +1,11 @@
 //! Values of flat buffers.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use cubecl::bytes::Bytes;
+use kernels::scaled_copy::{ScaledCopy, scaled_copy};
 
-use crate::cube::{cube, written};
+use crate::call::{float_of, same_dtype, size_of};
+use crate::cube::{cube, dense, written};
 use crate::{Ctx, OpError};
 
 /// Overwrites elements of a flat buffer from `from` on with values from the host, **in place**.
@@ -32,5 +34,42 @@ pub fn clear(ctx: &Ctx, buffer: &Tensor<1>) -> Result<(), OpError> {
     let whole = written("the buffer", buffer, &buffer.dims(), buffer.dtype())?;
     let words = buffer.dims()[0] * whole.dtype.size() / 4;
     tune::fill(&ctx.device(&whole.device)?, &whole.handle, words, 0);
+    Ok(())
+}
+
+/// Writes factor · x, rounded, into a matrix **in place**, from row and column `at` on.
+///
+/// # Shapes
+/// x `[rows, columns]` in f32; out of at least `at` more rows and columns, dense, of any float.
+///
+/// # Errors
+/// [`OpError::Shape`] for a matrix without these rows and columns; [`OpError::DType`], [`OpError::Apart`], [`OpError::Device`],
+/// [`OpError::NoGradient`].
+pub fn copy_scaled(
+    ctx: &Ctx,
+    x: &Tensor<2>,
+    out: &Tensor<2>,
+    [row, column]: [usize; 2],
+    factor: f32,
+) -> Result<(), OpError> {
+    same_dtype("x", x.dtype(), DType::F32)?;
+    let ([rows, columns], have) = (x.dims(), out.dims());
+    let need = [row + rows, column + columns];
+    if need[0] > have[0] || need[1] > have[1] {
+        let (have, need) = (have.to_vec(), need.to_vec());
+        return Err(OpError::Shape { what: "the matrix", have, need });
+    }
+    let out = written("the matrix", out, &have, out.dtype())?;
+    let copy = ScaledCopy {
+        rows: size_of(rows)?,
+        columns: size_of(columns)?,
+        len: have[0] * have[1],
+        first: size_of(row * have[1] + column)?,
+        stride: size_of(have[1])?,
+        factor,
+        dtype: float_of(out.dtype)?,
+    };
+    let x = dense(x.clone())?;
+    scaled_copy(&ctx.device(&out.device)?, &x.handle, &out.handle, &copy);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Ops of an explicit backward pass.
 
-use burn::tensor::{Device, FloatDType, Tensor};
-use ops::training::{linear_activated, linear_activated_backward};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use ops::training::{copy_scaled, linear_activated, linear_activated_backward};
 use ops::{Activation, Ctx, OpError};
 use reference::{Epilogue, Layout, Matmul};
 
@@ -75,4 +75,38 @@ fn operands_that_do_not_fit_are_refused() {
     assert!(matches!(z, OpError::Shape { what: "z", .. }), "{z}");
     let z = backward(t([2, 5]).cast(FloatDType::F16));
     assert!(matches!(z, OpError::DType { what: "z", .. }), "{z}");
+}
+
+/// A scaled copy writes its place alone, in each dtype, rounded to nearest; NaN stays NaN.
+#[test]
+fn a_scaled_copy_writes_its_place_alone() {
+    let (device, ctx) = (Device::cpu(), Ctx::default());
+    let data = |values: Vec<f32>, shape| {
+        Tensor::<2>::from_data(TensorData::new(values, shape), (&device, DType::F32))
+    };
+    for (dtype, round) in [
+        (FloatDType::F32, (|x| x) as fn(f32) -> f32),
+        (FloatDType::F16, |x| half::f16::from_f32(x).to_f32()),
+        (FloatDType::BF16, |x| half::bf16::from_f32(x).to_f32()),
+    ] {
+        let mut own = values(tensor::<2>([5, 3], 7, &device));
+        own[4] = f32::NAN;
+        let out = tensor::<2>([9, 8], 8, &device).cast(dtype);
+        let before = values(out.clone());
+        copy_scaled(&ctx, &data(own.clone(), [5, 3]), &out, [3, 4], 1.7).expect("room");
+        for (at, (have, before)) in values(out.clone()).into_iter().zip(before).enumerate() {
+            let (row, column) = (at / 8, at % 8);
+            let inside = (3..8).contains(&row) && (4..7).contains(&column);
+            let want = if inside { round(1.7 * own[(row - 3) * 3 + column - 4]) } else { before };
+            assert!(
+                have == want || (have.is_nan() && want.is_nan()),
+                "{dtype:?} {at}: {have} {want}"
+            );
+        }
+        let wide = copy_scaled(&ctx, &data(own, [5, 3]), &out, [3, 6], 1.0);
+        assert!(matches!(wide, Err(OpError::Shape { .. })), "{wide:?}");
+    }
+    let narrow = data(vec![0.0; 4], [2, 2]).cast(FloatDType::F16);
+    let wrong = copy_scaled(&ctx, &narrow, &data(vec![0.0; 4], [2, 2]), [0, 0], 1.0);
+    assert!(matches!(wrong, Err(OpError::DType { .. })), "{wrong:?}");
 }

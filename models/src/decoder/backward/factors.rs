@@ -33,14 +33,10 @@ impl<'a> Factors<'a> {
         let plain = exact.clone().cast(dtype);
         let scaled = (exact.clone() * adapter.scale()).cast(dtype);
         let mut own = Self { decoder, adapter, plain, scaled, layers: Vec::new() };
-        let layers = (0..decoder.layers.len()).map(|index| own.adapted(index));
+        let layers = (0..decoder.layers.len())
+            .map(|index| adapted_layer(decoder, index, |block, rows| own.of(index, block, rows)));
         own.layers = layers.collect::<Result<_, _>>()?;
         Ok(own)
-    }
-
-    /// Returns the layers with their factors.
-    pub(super) fn into_layers(self) -> Vec<Layer> {
-        self.layers
     }
 
     /// Returns the lowest adapted layer, or the number of layers.
@@ -54,48 +50,6 @@ impl<'a> Factors<'a> {
         &self.layers[index]
     }
 
-    fn adapted(&self, index: usize) -> Result<Layer, Error> {
-        let config = &self.decoder.config;
-        let mut layer = self.decoder.layers[index].clone();
-        let of = |block, rows| self.of(index, block, rows);
-        let all = |block| of(block, 0..config.block_rows(block));
-        layer.qkv.unmerged = all(Block::Qkv)?;
-        layer.out.unmerged = all(Block::Out)?;
-        let half = config.ffn_hidden;
-        let down = match &mut layer.ffn {
-            Ffn::Plain { up, down } => {
-                up.unmerged = all(Block::Inner)?;
-                down
-            }
-            Ffn::Gated { gate, up, down } => {
-                gate.unmerged = of(Block::Inner, 0..half)?;
-                up.unmerged = of(Block::Inner, half..2 * half)?;
-                down
-            }
-            Ffn::Joint { unmerged, down, .. } => {
-                *unmerged = all(Block::Inner)?;
-                down
-            }
-        };
-        down.unmerged = all(Block::Down)?;
-        Ok(layer)
-    }
-
-    /// Returns the factors that contribute to some rows of a block, in the order of their rows.
-    fn members(
-        &self,
-        layer: usize,
-        block: Block,
-        rows: &Range<usize>,
-    ) -> impl Iterator<Item = &'a FlatFactor> {
-        let rows = rows.clone();
-        self.adapter.factors().iter().filter(move |own| {
-            own.layer == layer
-                && own.block == block
-                && own.b.iter().any(|part| rows.contains(&part.rows.start))
-        })
-    }
-
     /// Returns A and s · B of some rows of a block; none if no factor contributes to them.
     fn of(
         &self,
@@ -104,7 +58,7 @@ impl<'a> Factors<'a> {
         rows: Range<usize>,
     ) -> Result<Option<UnmergedLora>, Error> {
         let rank = self.adapter.rank();
-        let members: Vec<_> = self.members(layer, block, &rows).collect();
+        let members: Vec<_> = members(self.adapter, layer, block, &rows).collect();
         let parts = members.iter().enumerate().flat_map(|(place, member)| {
             let own = member.b.iter().filter(|part| rows.contains(&part.rows.start));
             own.map(move |part| (place, part))
@@ -162,7 +116,7 @@ impl<'a> Factors<'a> {
         let Some((block, first)) = self.decoder.config.block(part) else { return Ok(()) };
         let (ctx, rank) = (&self.decoder.ctx, self.adapter.rank());
         let rows = first..first + dout.dims()[1];
-        let members: Vec<_> = self.members(layer, block, &rows).collect();
+        let members: Vec<_> = members(self.adapter, layer, block, &rows).collect();
         let scaled = self.stacked(&self.scaled, &members)?;
         let h = linear(ctx, x.clone(), scaled.transpose(), Epilogue::default())?;
         let own = |place: usize| place * rank..(place + 1) * rank;
@@ -186,6 +140,52 @@ impl<'a> Factors<'a> {
         }
         Ok(())
     }
+}
+
+/// Returns a layer with the factors that `of` returns for rows of a block.
+pub(in crate::decoder) fn adapted_layer(
+    decoder: &Decoder,
+    index: usize,
+    mut of: impl FnMut(Block, Range<usize>) -> Result<Option<UnmergedLora>, Error>,
+) -> Result<Layer, Error> {
+    let config = &decoder.config;
+    let mut layer = decoder.layers[index].clone();
+    let rows = |block| 0..config.block_rows(block);
+    layer.qkv.unmerged = of(Block::Qkv, rows(Block::Qkv))?;
+    layer.out.unmerged = of(Block::Out, rows(Block::Out))?;
+    let half = config.ffn_hidden;
+    let down = match &mut layer.ffn {
+        Ffn::Plain { up, down } => {
+            up.unmerged = of(Block::Inner, rows(Block::Inner))?;
+            down
+        }
+        Ffn::Gated { gate, up, down } => {
+            gate.unmerged = of(Block::Inner, 0..half)?;
+            up.unmerged = of(Block::Inner, half..2 * half)?;
+            down
+        }
+        Ffn::Joint { unmerged, down, .. } => {
+            *unmerged = of(Block::Inner, rows(Block::Inner))?;
+            down
+        }
+    };
+    down.unmerged = of(Block::Down, rows(Block::Down))?;
+    Ok(layer)
+}
+
+/// Returns the factors that contribute to some rows of a block, in the order of their rows.
+pub(in crate::decoder) fn members<'a>(
+    adapter: &'a FlatAdapter,
+    layer: usize,
+    block: Block,
+    rows: &Range<usize>,
+) -> impl Iterator<Item = &'a FlatFactor> + use<'a> {
+    let rows = rows.clone();
+    adapter.factors().iter().filter(move |own| {
+        own.layer == layer
+            && own.block == block
+            && own.b.iter().any(|part| rows.contains(&part.rows.start))
+    })
 }
 
 /// Returns dout · sB for the factors of a projection, if it has any.

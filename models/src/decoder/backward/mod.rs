@@ -43,6 +43,7 @@ use crate::names::Slot;
 use crate::parameters::Group;
 use crate::{Error, Footprint, Parameters};
 use factors::Factors;
+pub(super) use factors::{adapted_layer, members};
 use layer::Kept;
 
 pub use gradients::Gradients;
@@ -275,16 +276,6 @@ impl Decoder {
         }
         let table = gradients.matrix(parameters, Slot::Embedding)?;
         Ok(embed_backward(ctx, dx, &looked_up.tokens(&self.device), &table, scale)?)
-    }
-
-    /// Returns the decoder with an adapter of these values, rounded to the compute dtype.
-    ///
-    /// # Errors
-    /// [`Error::Op`].
-    pub fn adapted(&self, adapter: &FlatAdapter) -> Result<Self, Error> {
-        let _stream_guard = ops::stream_guard();
-        let layers = Factors::new(self, adapter)?.into_layers();
-        Ok(Self { layers, ..self.clone() })
     }
 
     /// Computes the loss of a batch. Without `trained`, it is that of the decoder itself, as it was loaded.
