@@ -7,7 +7,7 @@ use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::bench::Ceilings;
 use flashover::grpo::{
-    Grpo, GrpoError, GrpoOptions, Phase, Prompts, Report, WeightedReward, parse_reward,
+    Grpo, GrpoError, GrpoOptions, Prompts, Report, WeightedReward, parse_reward,
 };
 use flashover::memory::Workload;
 use flashover::train::{Adapter, FullOptions, Start, TrainOptions, Trainer};
@@ -262,11 +262,15 @@ impl Job<'_> {
         if let Some(log) = &mut self.log {
             let memory = grpo.trainer().engine().memory();
             let mut line = serde_json::to_value(&report).expect("numbers and texts");
-            let learn = report.phases.learn;
-            let [model, device] = report.phases.learn_flops;
             line["seconds"] = seconds.into();
-            line["phases"]["learn"]["mfu"] = log.of_peak(model, learn.seconds).into();
-            line["phases"]["learn"]["hfu"] = log.of_peak(device, learn.seconds).into();
+            for (name, own) in
+                report.phases.named().into_iter().filter(|(_, own)| own.seconds > 0.0)
+            {
+                let to = &mut line["phases"][name];
+                to["tokens_per_second"] = own.rate().into();
+                to["mfu"] = log.of_peak(own.model_flops, own.seconds).into();
+                to["hfu"] = log.of_peak(own.device_flops, own.seconds).into();
+            }
             line["used_bytes"] = memory.used_bytes.into();
             line["reserved_bytes"] = memory.reserved_bytes.into();
             log.line(&line);
@@ -276,17 +280,8 @@ impl Job<'_> {
 
     fn note(&self, report: &Report, seconds: f64) {
         let phases = report.phases;
-        let phase = |name: &str, own: Phase| match own.seconds > 0.0 {
-            true => format!(", {name} {:.3}", own.seconds),
-            false => String::new(),
-        };
-        let each = [
-            ("reward", phases.reward),
-            ("reference", phases.reference),
-            ("old", phases.old),
-            ("learn", phases.learn),
-        ];
-        let each: String = each.into_iter().map(|(name, own)| phase(name, own)).collect();
+        let each = phases.named().into_iter().skip(1).filter(|(_, own)| own.seconds > 0.0);
+        let each: String = each.map(|(name, own)| format!(", {name} {:.3}", own.seconds)).collect();
         let kl = report.kl.map_or_else(String::new, |kl| format!(", KL {kl:.5}"));
         command::note!(
             "batch {} of {}: reward {:.4} ± {:.4}, {:.1} tokens, {:.0}% cut, {} equal groups{kl}, entropy {:.3}, gradient \

@@ -127,12 +127,9 @@ pub(crate) fn bench(
     let phase = |of: fn(&Report) -> Phase| median(&|at| of(&reports[at]).seconds * 1e9);
     let rate = |of: fn(&Report) -> Phase| median(&|at| of(&reports[at]).rate());
     let learn_ns = phase(|own| own.phases.learn);
-    let [model, _] = reports[0].phases.learn_flops;
-    let named = |own: &Report| {
-        let phases = own.phases;
-        let all = [phases.sample, phases.reward, phases.reference, phases.old, phases.learn];
-        all.iter().map(|own| own.seconds).sum::<f64>() * 1e9
-    };
+    let model = reports[0].phases.learn.model_flops;
+    let named =
+        |own: &Report| own.phases.named().iter().map(|(_, own)| own.seconds).sum::<f64>() * 1e9;
     let engine = grpo.trainer().engine();
     Ok(Row {
         build_commit: crate::commit(),

@@ -257,12 +257,14 @@ impl Grpo {
         let begin = Stopwatch::start();
         let groups = self.sample(prompts)?;
         let tokens: usize = groups.iter().flatten().map(|own| learned_tokens(own).len()).sum();
-        let mut phases = Phases { sample: Phase::new(&begin, tokens), ..Phases::default() };
+        let flops = self.sample_flops(prompts, &groups);
+        let sample = Phase::new(&begin, tokens, [flops; 2]);
+        let mut phases = Phases { sample, ..Phases::default() };
         self.drawn += 1;
 
         let begin = Stopwatch::start();
         let (mut report, advantages) = self.scored(prompts, &groups)?;
-        phases.reward = Phase::new(&begin, groups.len() * self.options.group);
+        phases.reward = Phase::new(&begin, groups.len() * self.options.group, [0; 2]);
         let mut batch = self.learned(prompts, &groups, &advantages);
         if batch.is_empty() {
             log::warn!(
@@ -276,7 +278,7 @@ impl Grpo {
             let (size, temperature) = (self.options.micro_batch, self.temperature());
             let own = self.reference.measure(&mut self.trainer, &examples, size, temperature)?;
             batch.iter_mut().zip(own).for_each(|(own, reference)| own.reference = Some(reference));
-            phases.reference = Phase::new(&begin, tokens);
+            phases.reference = self.measuring(&begin, &examples);
         }
         if self.options.needs_old() && !batch.is_empty() {
             let begin = Stopwatch::start();
@@ -286,7 +288,7 @@ impl Grpo {
                 self.trainer.measured(batch)
             })?;
             batch.iter_mut().zip(old).for_each(|(own, old)| own.old = Some(old));
-            phases.old = Phase::new(&begin, tokens);
+            phases.old = self.measuring(&begin, &examples);
         }
         report.phases = phases;
         report.learned = batch.len();
@@ -325,15 +327,35 @@ impl Grpo {
         }
         batch.updates += 1;
         report.take(&sums, metrics, batch.updates);
-        let own = Phase::new(&begin, sums.tokens());
-        report.phases.learn.add(&own);
-        let [model, device] = &mut report.phases.learn_flops;
-        *model += metrics.model_flops;
-        *device += metrics.device_flops;
+        let flops = [metrics.model_flops, metrics.device_flops];
+        report.phases.learn.add(&Phase::new(&begin, sums.tokens(), flops));
         if batch.updates < self.options.updates {
             self.batch = Some(batch);
         }
         Ok(self.batch.is_some())
+    }
+
+    /// Returns the operations of sampling: each prompt passes once.
+    fn sample_flops(&self, prompts: &[GrpoPrompt], groups: &[Vec<Completion>]) -> u64 {
+        let of = |(prompt, group): (&GrpoPrompt, &Vec<Completion>)| {
+            let first = prompt.tokens.len();
+            let lengths = || group.iter().map(|own| own.tokens.len());
+            let scores: usize = lengths().map(|len| (first + len).pow(2) - first.pow(2)).sum();
+            [first + lengths().sum::<usize>(), first.pow(2) + scores]
+        };
+        let each = prompts.iter().zip(groups).map(of);
+        let [rows, scores] =
+            each.fold([0, 0], |[rows, scores], own| [rows + own[0], scores + own[1]]);
+        self.trainer.forward_flops(rows, scores)
+    }
+
+    /// Returns the phase of a forward pass over examples.
+    fn measuring(&self, begin: &Stopwatch, examples: &[Example]) -> Phase {
+        let rows = examples.iter().map(Example::rows).sum();
+        let scores = examples.iter().map(|own| own.rows().pow(2)).sum();
+        let flops = self.trainer.forward_flops(rows, scores);
+        let tokens = examples.iter().map(Example::learned).sum();
+        Phase::new(begin, tokens, [flops; 2])
     }
 
     fn temperature(&self) -> f64 {

@@ -12,18 +12,25 @@ use crate::train::StepMetrics;
 pub struct Phase {
     /// Seconds.
     pub seconds: f64,
-    /// Tokens that passed; completions, for rewards.
+    /// Tokens of completions that passed; completions, for rewards.
     pub tokens: usize,
+    /// Operations that the model needs, with those for prompts.
+    pub model_flops: u64,
+    /// Operations with what the backward pass repeats.
+    pub device_flops: u64,
 }
 
 impl Phase {
-    pub(super) fn new(begin: &Stopwatch, tokens: usize) -> Self {
-        Self { seconds: begin.elapsed().as_secs_f64(), tokens }
+    pub(super) fn new(begin: &Stopwatch, tokens: usize, flops: [u64; 2]) -> Self {
+        let [model_flops, device_flops] = flops;
+        Self { seconds: begin.elapsed().as_secs_f64(), tokens, model_flops, device_flops }
     }
 
     pub(super) fn add(&mut self, other: &Self) {
         self.seconds += other.seconds;
         self.tokens += other.tokens;
+        self.model_flops += other.model_flops;
+        self.device_flops += other.device_flops;
     }
 
     /// Returns the tokens per second.
@@ -45,8 +52,19 @@ pub struct Phases {
     pub old: Phase,
     /// Gradients and optimizer, of all updates.
     pub learn: Phase,
-    /// Operations of all updates that the model needs, and those with what the backward pass repeats.
-    pub learn_flops: [u64; 2],
+}
+
+impl Phases {
+    /// Returns the phases with their names.
+    pub fn named(&self) -> [(&'static str, Phase); 5] {
+        [
+            ("sample", self.sample),
+            ("reward", self.reward),
+            ("reference", self.reference),
+            ("old", self.old),
+            ("learn", self.learn),
+        ]
+    }
 }
 
 /// Scores of a reward function.

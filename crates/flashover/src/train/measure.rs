@@ -107,6 +107,14 @@ impl Trainer {
         Ok(TrainSpeed { samples_ns, flops })
     }
 
+    /// Returns the operations of a forward pass. `scores` is as in [`Trainer::flops`].
+    pub(crate) fn forward_flops(&self, rows: usize, scores: usize) -> u64 {
+        let config = self.engine().config();
+        let head = (config.vocab * config.hidden) as u64;
+        let attention = (2 * config.layers.len() * config.heads * config.head_dim * scores) as u64;
+        2 * (matrices(config, |_| true) + head) * rows as u64 + attention
+    }
+
     /// Returns the operations of a step that the model needs, and those with what the backward pass repeats. `scores` is the sum
     /// of the squares of the sequences' rows.
     pub(super) fn flops(&self, rows: usize, scores: usize) -> [u64; 2] {
