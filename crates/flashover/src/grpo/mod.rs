@@ -313,17 +313,12 @@ impl Grpo {
                 return Err(why.into());
             }
         };
-        let mut sums = Sums::default();
-        let mut each = batch.completions.iter();
-        for (own, passed) in stats.into_iter().zip(&micro_batches) {
-            let (log_probability, entropy) = self.trainer.token_numbers(own)?;
-            let mut from = 0;
-            for _ in 0..passed.examples.len() {
-                let own = each.next().expect("a micro-batch has completions of the batch");
-                let to = from + own.drawn.len();
-                sums.add(own, &log_probability[from..to], &entropy[from..to]);
-                from = to;
-            }
+        let (log_probability, entropy) = self.trainer.token_numbers(stats)?;
+        let (mut sums, mut from) = (Sums::default(), 0);
+        for own in &batch.completions {
+            let to = from + own.drawn.len();
+            sums.add(own, &log_probability[from..to], &entropy[from..to]);
+            from = to;
         }
         batch.updates += 1;
         report.take(&sums, metrics, batch.updates);
@@ -335,7 +330,7 @@ impl Grpo {
         Ok(self.batch.is_some())
     }
 
-    /// Returns the operations of sampling: each prompt passes once.
+    /// Returns the operations of sampling, with one prefill of each prompt.
     fn sample_flops(&self, prompts: &[GrpoPrompt], groups: &[Vec<Completion>]) -> u64 {
         let of = |(prompt, group): (&GrpoPrompt, &Vec<Completion>)| {
             let first = prompt.tokens.len();

@@ -33,9 +33,20 @@ impl Trainer {
         self.list(stats.log_probability)
     }
 
-    /// Returns ln p and the entropies of a batch's learned tokens.
-    pub(crate) fn token_numbers(&self, of: TokenStats) -> Result<(Vec<f32>, Vec<f32>), TrainError> {
-        Ok((self.list(of.log_probability)?, self.list(of.entropy)?))
+    /// Returns ln p and the entropies of the learned tokens of micro-batches, in order.
+    pub(crate) fn token_numbers(
+        &self,
+        of: Vec<TokenStats>,
+    ) -> Result<(Vec<f32>, Vec<f32>), TrainError> {
+        let all = {
+            let _stream_guard = ops::stream_guard();
+            let each = of.into_iter().map(|own| (own.log_probability, own.entropy));
+            let (log_probability, entropy): (Vec<_>, Vec<_>) = each.unzip();
+            Tensor::cat(log_probability.into_iter().chain(entropy).collect(), 0)
+        };
+        let mut log_probability = self.list(all)?;
+        let entropy = log_probability.split_off(log_probability.len() / 2);
+        Ok((log_probability, entropy))
     }
 
     fn list(&self, values: Tensor<1>) -> Result<Vec<f32>, TrainError> {
