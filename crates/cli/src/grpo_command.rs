@@ -284,7 +284,7 @@ impl Job<'_> {
         let each: String = each.map(|(name, own)| format!(", {name} {:.3}", own.seconds)).collect();
         let kl = report.kl.map_or_else(String::new, |kl| format!(", KL {kl:.5}"));
         command::note!(
-            "batch {} of {}: reward {:.4} ± {:.4}, {:.1} tokens, {:.0}% cut, {} equal groups{kl}, entropy {:.3}, gradient \
+            "batch {} of {}: reward {:.4} ± {:.4}, {:.1} tokens, {:.0}% cut, {}{kl}, entropy {:.3}, gradient \
              {:.3}; {seconds:.2} s: sample {:.3} ({:.0} tokens/s){each}",
             report.batch,
             self.args.drawing.steps,
@@ -292,7 +292,7 @@ impl Job<'_> {
             report.reward_deviation,
             report.length,
             report.truncated * 100.0,
-            report.equal_groups,
+            command::count(report.equal_groups, "equal group"),
             report.entropy,
             report.gradient,
             phases.sample.seconds,

@@ -268,8 +268,8 @@ impl Grpo {
         let mut batch = self.learned(prompts, &groups, &advantages);
         if batch.is_empty() {
             log::warn!(
-                "all groups of the batch have equal rewards: nothing is learned\nhint: use harder or easier prompts, a higher \
-                 --temperature, or a larger --group"
+                "nothing is learned from the batch: the rewards of each group are equal, or its completions are masked\nhint: use \
+                 harder or easier prompts, a higher --temperature, a larger --group, or longer completions"
             );
         }
         if self.options.beta != 0.0 && !batch.is_empty() {
