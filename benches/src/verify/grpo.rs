@@ -109,6 +109,9 @@ fn check(
             return Err(failed("nothing was learned, or a log-probability is not finite"));
         }
     }
+    if device.backend() == Backend::Cuda && !grpo.captured() {
+        return Err(failed("no decode step was captured"));
+    }
     let engine = grpo.trainer().engine();
     let request = Request { max_new_tokens: Some(12), stop_tokens: Vec::new(), ..engine.request() };
     let request = Request { sampling: Sampling::default(), ..request };

@@ -217,29 +217,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// Measures training steps.
 fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
-    let mut rows = Vec::new();
-    for batch in &args.batch.0 {
-        let training = args.steps.training(
-            train,
-            LoraOptions::default(),
-            Recompute::Nothing,
-            args.of.load.options().quant,
-        )?;
+    let quant = args.of.load.options().quant;
+    let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing, quant)?;
+    let rows = args.batch.0.iter().map(|batch| {
         let shape = [*batch, args.context];
-        let row = train_speed::bench(&args.of, &training, shape, args.repetitions.into())?;
-        match args.format {
-            Format::Md => command::print(&train_speed::table(&row))?,
-            Format::Jsonl => command::print(&(serde_json::to_string(&row)? + "\n"))?,
-            Format::Json => rows.push(row),
-            Format::Csv | Format::Sql => {
-                bail!("--train prints no CSV and no SQL\nhint: use --format md, json or jsonl")
-            }
-        }
-    }
-    if matches!(args.format, Format::Json) {
-        command::print(&(serde_json::to_string_pretty(&rows)? + "\n"))?;
-    }
-    Ok(())
+        train_speed::bench(&args.of, &training, shape, args.repetitions.into())
+    });
+    print_rows(args.format, "--train", rows, train_speed::table)
 }
 
 /// Measures steps of GRPO.
@@ -247,27 +231,38 @@ fn run_grpo(args: &Args) -> anyhow::Result<()> {
     let train = args.steps.train.unwrap_or(Train::Full);
     let quant = args.of.load.options().quant;
     let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing, quant)?;
-    let mut rows = Vec::new();
-    for prompt in &args.n_prompt.0 {
-        for generated in &args.n_gen.0 {
-            if *prompt == 0 || *generated == 0 {
-                bail!("--grpo needs prompts and completions\nhint: set -p and -n above 0");
-            }
-            let shape = [*prompt, *generated];
-            let repetitions = args.repetitions.into();
-            let row = grpo_speed::bench(&args.of, &training, &args.grpo, shape, repetitions)?;
-            match args.format {
-                Format::Md => command::print(&grpo_speed::table(&row))?,
-                Format::Jsonl => command::print(&(serde_json::to_string(&row)? + "\n"))?,
-                Format::Json => rows.push(row),
-                Format::Csv | Format::Sql => {
-                    bail!("--grpo prints no CSV and no SQL\nhint: use --format md, json or jsonl")
-                }
-            }
+    if args.n_prompt.0.iter().chain(&args.n_gen.0).any(|tokens| *tokens == 0) {
+        bail!("--grpo needs prompts and completions\nhint: set -p and -n above 0");
+    }
+    let shapes =
+        args.n_prompt.0.iter().flat_map(|prompt| args.n_gen.0.iter().map(|own| [*prompt, *own]));
+    let rows = shapes.map(|shape| {
+        grpo_speed::bench(&args.of, &training, &args.grpo, shape, args.repetitions.into())
+    });
+    print_rows(args.format, "--grpo", rows, grpo_speed::table)
+}
+
+/// Prints rows as they come, or as one list of JSON. `option` asked for them.
+fn print_rows<R: Serialize>(
+    format: Format,
+    option: &str,
+    rows: impl Iterator<Item = anyhow::Result<R>>,
+    table: impl Fn(&R) -> String,
+) -> anyhow::Result<()> {
+    if matches!(format, Format::Csv | Format::Sql) {
+        bail!("{option} prints no CSV and no SQL\nhint: use --format md, json or jsonl");
+    }
+    let mut list = Vec::new();
+    for row in rows {
+        let row = row?;
+        match format {
+            Format::Md => command::print(&table(&row))?,
+            Format::Jsonl => command::print(&(serde_json::to_string(&row)? + "\n"))?,
+            _ => list.push(row),
         }
     }
-    if matches!(args.format, Format::Json) {
-        command::print(&(serde_json::to_string_pretty(&rows)? + "\n"))?;
+    if matches!(format, Format::Json) {
+        command::print(&(serde_json::to_string_pretty(&list)? + "\n"))?;
     }
     Ok(())
 }

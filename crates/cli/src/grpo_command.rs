@@ -10,7 +10,7 @@ use flashover::grpo::{
     Grpo, GrpoError, GrpoOptions, Prompts, Report, WeightedReward, parse_reward,
 };
 use flashover::memory::Workload;
-use flashover::train::{Adapter, FullOptions, Start, TrainOptions, Trainer};
+use flashover::train::{Adapter, FullOptions, SavedRun, Start, TrainOptions, Trainer};
 use flashover::{Device, EngineOptions, ModelFolder};
 use serde_json::{Value, json};
 use tune::timing::Stopwatch;
@@ -49,23 +49,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
              --full"
         );
     }
-    let log = args.log.as_deref().map(OutFile::new).transpose()?;
     let folder = folder(args)?;
     check_output(args)?;
+    if let Some(log) = &args.log {
+        let own = OutFile::new(log)?;
+        for read in folder.files().iter().chain([&args.data]).filter(|read| read.exists()) {
+            if own.is_same(&OutFile::new(read)?) {
+                bail!(
+                    "--log would replace {}, which is read\nhint: choose another --log",
+                    read.display()
+                );
+            }
+        }
+    }
     let prompts = Prompts::open(&args.data, &folder)?;
     let lengths = lengths(&prompts, &folder, &options)?;
     let device = args.of.load.open()?;
     let run = json!({
-        "model": folder.fingerprint()?,
+        "model": match (&args.resume, args.policy.full) {
+            // The folder to resume has other weights than the model that the run began with.
+            (Some(resume), true) => SavedRun::open(resume)?.run["model"].clone(),
+            _ => folder.fingerprint()?.into(),
+        },
         "data": prompts.fingerprint(),
         "positions": args.drawing.positions,
         "full": args.policy.full,
     });
-    let run = match (&args.resume, args.policy.full) {
-        // The folder to resume has other weights than the model that the run began with.
-        (Some(resume), true) => flashover::train::SavedRun::open(resume)?.run,
-        _ => run,
-    };
     // Fails before the long work if the folder cannot be written.
     drop(Adapter::begin(&args.output)?);
     let rewards = rewards(args)?;
@@ -78,7 +87,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         grpo.resume(resume, &run)?;
         command::note!("the run continues after batch {}", grpo.batches());
     }
-    drop(log);
     let log = args.log.as_deref().zip(ceilings);
     let log = log.map(|(path, ceilings)| Log::open(path, ceilings, args.resume.is_some()));
     let log = log.transpose()?;

@@ -157,6 +157,11 @@ impl PagedCache {
         self.capacity
     }
 
+    /// Returns the number of pages.
+    pub const fn all_pages(&self) -> usize {
+        self.uses.len() - 1
+    }
+
     /// Returns the number of pages that no sequence uses.
     pub fn free_pages(&self) -> usize {
         self.free.len()

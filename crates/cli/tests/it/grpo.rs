@@ -70,6 +70,16 @@ fn a_policy_is_trained_saved_and_resumed() {
 
         let (done, text) = of(&half, "2", &[]);
         assert!(done, "{text}");
+        let other = dir.path().join("other.jsonl");
+        fs::write(&other, "{\"prompt\": \"A dog\"}\n").expect("written");
+        let other = other.display().to_string();
+        let mut asked = common;
+        asked[3] = &other;
+        let (done, text) = run(
+            &asked,
+            &[&own, &["--output", &half, "--steps", "3", "--resume", &half][..]].concat(),
+        );
+        assert!(!done && text.contains("data: "), "{kind:?}: other data: {text}");
         // An adapter's folder has no model.
         let (done, text) = of(&half, "3", &["--resume", &half]);
         assert!(done && text.contains("the run continues after batch 2"), "{text}");
@@ -96,6 +106,7 @@ fn mistakes_are_named() {
     refused(&with(&["--group", "1"]), "--group is 1");
     refused(&with(&["--epsilon-high", "0.1"]), "--epsilon-high is 0.1");
     refused(&with(&["--reward-weights", "1,2"]), "expected a weight for each of 1 rewards, got 2");
+    refused(&["--data", &data, "--reward", "json", "--log", &data], "--log would replace");
     refused(&with(&["--renew-reference", "2"]), "--renew-reference needs a reference");
     refused(&with(&["--kv-cache", "int8"]), "add --correction");
     refused(&with(&["--max-new-tokens", "511"]), "the prompt of line 1 has");

@@ -319,6 +319,7 @@ impl Reader {
         let contexts =
             asked.iter().map(|(prompt, request)| self.context_length(prompt.len(), request));
         let context = contexts.max().unwrap_or(0);
+        // A sequence on its own shares nothing, and has no pages.
         if !self.decodes_together(context) || asked.len().saturating_mul(completions) == 1 {
             return Workload::new(1, context);
         }

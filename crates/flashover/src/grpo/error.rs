@@ -14,22 +14,9 @@ pub enum GrpoError {
     /// Completions cannot be drawn.
     #[error(transparent)]
     Generate(Box<GenerateError>),
-    /// The policy cannot learn.
+    /// The policy cannot learn, an option is out of range or excludes another, or a saved run is damaged.
     #[error(transparent)]
     Train(Box<TrainError>),
-    /// An option is out of range.
-    #[error("--{name} is {value}\nhint: use a number {range}")]
-    Option {
-        /// Name of the option on the command line.
-        name: &'static str,
-        /// The value given.
-        value: f64,
-        /// The valid range, after "a number".
-        range: &'static str,
-    },
-    /// Options that exclude each other.
-    #[error("cannot {0}")]
-    Unsupported(&'static str),
     /// A prompt is longer than the context less a completion.
     #[error(
         "the prompt of line {line} has {tokens} tokens, and {room} are left of the context of {context} by completions\nhint: use \
@@ -73,14 +60,6 @@ pub enum GrpoError {
         "expected a reward, got `{0}`\nhint: use exact, regex:PATTERN, length:TOKENS, json or cmd:COMMAND"
     )]
     Reward(String),
-    /// The state of a run is damaged or incomplete.
-    #[error("cannot resume: {}: {why}\nhint: resume from another save, or start a new run", .path.display())]
-    State {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        why: String,
-    },
     /// A line of the data is no prompt.
     #[error(
         "{}: line {line}: {why}\nhint: write {{\"prompt\": ..}} or {{\"messages\": [..]}}, and other fields for rewards",

@@ -27,7 +27,7 @@ use tune::timing::Stopwatch;
 
 use crate::engine::{Completion, FinishReason, Request, Sampling};
 use crate::memory::Grant;
-use crate::train::Trainer;
+use crate::train::{TrainError, Trainer};
 use reference::Reference;
 use report::Sums;
 
@@ -60,7 +60,6 @@ impl<R: Reward + 'static> From<R> for WeightedReward {
 pub struct Grpo {
     options: GrpoOptions,
     rewards: Vec<WeightedReward>,
-    seed: u64,
     /// Batches drawn so far.
     drawn: u64,
     batch: Option<Drawn>,
@@ -75,7 +74,6 @@ pub struct Grpo {
 /// Memory of the sequences that are drawn together.
 struct Sequences {
     cache: PagedCache,
-    pages: usize,
     _grant: Option<Grant>,
 }
 
@@ -115,8 +113,7 @@ impl Grpo {
     /// Starts from a trainer, whose weights or adapter are the policy.
     ///
     /// # Errors
-    /// [`GrpoError::Option`] for options out of range; [`GrpoError::Unsupported`] for options that exclude each other, and for no
-    /// reward.
+    /// The errors of [`GrpoOptions::check`]; [`TrainError::Unsupported`] for options that exclude each other, and for no reward.
     pub fn new(
         trainer: Trainer,
         rewards: Vec<WeightedReward>,
@@ -124,17 +121,15 @@ impl Grpo {
     ) -> Result<Self, GrpoError> {
         options.check()?;
         if rewards.is_empty() {
-            return Err(GrpoError::Unsupported(
-                "learn without a reward\nhint: give one with --reward",
-            ));
+            return Err(unsupported("learn without a reward\nhint: give one with --reward"));
         }
         if trainer.engine().kv_format() != models::KvFormat::Float && options.correction.is_none() {
-            return Err(GrpoError::Unsupported(
+            return Err(unsupported(
                 "draw from a KV cache in 8 bits without a correction\nhint: add --correction, or leave out --kv-cache int8",
             ));
         }
         if options.renew_reference.is_some() && !trainer.is_full() {
-            return Err(GrpoError::Unsupported(
+            return Err(unsupported(
                 "renew the reference of an adapter, which is the model without it\nhint: leave out --renew-reference, or train \
                  all weights (--full)",
             ));
@@ -149,12 +144,10 @@ impl Grpo {
                  add --correction"
             );
         }
-        let seed = options.sampling.seed;
         let reference = Reference::new(&trainer, &options)?;
         Ok(Self {
             options,
             rewards,
-            seed,
             drawn: 0,
             batch: None,
             reference,
@@ -184,6 +177,11 @@ impl Grpo {
         self.drawn
     }
 
+    /// Returns true if completions are drawn by a replayed graph.
+    pub fn captured(&self) -> bool {
+        self.sequences.as_ref().is_some_and(|own| own.cache.captured())
+    }
+
     /// Returns true if updates on the last batch remain.
     pub const fn has_updates(&self) -> bool {
         self.batch.is_some()
@@ -207,7 +205,8 @@ impl Grpo {
         each.sort_unstable_by(|one, other| other.cmp(one));
         let times = prompts.div_ceil(lengths.len().max(1));
         let pages = each.iter().flat_map(|pages| vec![*pages; times]).take(prompts).sum();
-        let fits = |own: &Sequences| own.cache.capacity() >= capacity && own.pages >= pages;
+        let fits =
+            |own: &Sequences| own.cache.capacity() >= capacity && own.cache.all_pages() >= pages;
         if self.sequences.as_ref().is_some_and(fits) {
             return Ok(());
         }
@@ -218,7 +217,7 @@ impl Grpo {
         let workload = Workload { shared: Some(shared), ..Workload::new(batch, capacity) };
         let grant = engine.admit(workload.clone())?;
         let cache = engine.paged_within(pages, &workload, prompts * longest)?;
-        self.sequences = Some(Sequences { cache, pages, _grant: grant });
+        self.sequences = Some(Sequences { cache, _grant: grant });
         Ok(())
     }
 
@@ -363,7 +362,7 @@ impl Grpo {
         let engine = self.trainer.engine();
         let request = |at: usize| Request {
             sampling: Sampling {
-                seed: mixed(&[self.seed, self.drawn, at as u64]),
+                seed: mixed(&[self.options.sampling.seed, self.drawn, at as u64]),
                 ..self.options.sampling
             },
             max_new_tokens: Some(self.options.max_new_tokens),
@@ -520,6 +519,10 @@ impl Grpo {
         };
         batch.completions.chunks(options.micro_batch).map(of).collect()
     }
+}
+
+fn unsupported(what: &'static str) -> GrpoError {
+    TrainError::Unsupported(what).into()
 }
 
 /// Returns the tokens of a completion with their log-probabilities, and with the token that ended it.

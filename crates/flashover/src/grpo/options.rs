@@ -4,8 +4,9 @@ use models::{Bound, KlFactor, Level, LossKind, PolicyRule};
 
 use super::{GrpoError, Scale};
 use crate::engine::Sampling;
+use crate::train::TrainError;
 
-/// Options of GRPO. The defaults are those of trl 1.16, but for the number of completions and their length.
+/// Options of GRPO. The defaults are those of trl 1.16, but for the length of completions and the factor of the KL estimate.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GrpoOptions {
     /// Completions of each prompt.
@@ -146,7 +147,7 @@ impl GrpoOptions {
     }
 
     /// # Errors
-    /// [`GrpoError::Option`] for a number out of range.
+    /// [`TrainError::Option`] and [`GenerateError::Sampling`](crate::GenerateError::Sampling) for a number out of range.
     pub fn check(&self) -> Result<(), GrpoError> {
         const ABOVE: &str = "above 0";
         let finite = |value: f64| (value as f32).is_finite();
@@ -196,7 +197,7 @@ impl GrpoOptions {
         ];
         self.sampling.check()?;
         match rules.into_iter().find(|(_, _, valid, _)| !valid) {
-            Some((name, value, _, range)) => Err(GrpoError::Option { name, value, range }),
+            Some((name, value, _, range)) => Err(TrainError::Option { name, value, range }.into()),
             None => Ok(()),
         }
     }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::{Drawn, Grpo, GrpoError};
 use crate::model_files::{BATCH, REFERENCE};
+use crate::train::TrainError;
 
 #[derive(Serialize, Deserialize)]
 struct State {
@@ -21,13 +22,13 @@ impl Grpo {
     /// needs: also the drawn completions, if updates on them remain, and a copied reference.
     ///
     /// # Errors
-    /// [`GrpoError::Train`]; [`GrpoError::State`] for files that cannot be written.
+    /// [`GrpoError::Train`]; [`TrainError::State`] for files that cannot be written.
     pub fn checkpoint_into(&mut self, folder: &mut Staged, run: &Value) -> Result<(), GrpoError> {
         let state = State { drawn: self.drawn, batch: self.batch.clone() };
         let to = folder.path().to_owned();
         let write = |name: &str, bytes: &[u8]| {
             let path = to.join(name);
-            fs::write(&path, bytes).map_err(|why| GrpoError::State { path, why: why.to_string() })
+            fs::write(&path, bytes).map_err(|why| TrainError::State { path, why: why.to_string() })
         };
         write(BATCH, serde_json::to_string(&state).expect("numbers and lists").as_bytes())?;
         if let Some(bytes) = self.reference.on_host()? {
@@ -41,22 +42,22 @@ impl Grpo {
     /// the adapter of that folder.
     ///
     /// # Errors
-    /// [`GrpoError::Train`] for a folder without a run, other options, or other weights; [`GrpoError::State`] for damaged files.
+    /// [`GrpoError::Train`] for a folder without a run, other options, or other weights; [`TrainError::State`] for damaged files.
     pub fn resume(&mut self, folder: impl AsRef<Path>, run: &Value) -> Result<(), GrpoError> {
         let folder = folder.as_ref();
         let read = |name: &str| {
             let path = folder.join(name);
             let made = fs::read(&path);
-            made.map_err(|why| GrpoError::State { path: path.clone(), why: why.to_string() })
+            made.map_err(|why| TrainError::State { path: path.clone(), why: why.to_string() })
         };
         let text = read(BATCH)?;
         let state: State = serde_json::from_slice(&text)
-            .map_err(|why| GrpoError::State { path: folder.join(BATCH), why: why.to_string() })?;
+            .map_err(|why| TrainError::State { path: folder.join(BATCH), why: why.to_string() })?;
         let run = self.run(run);
         self.trainer.resume(folder, &run)?;
         if self.reference.is_copy() {
             let bytes = read(REFERENCE)?;
-            self.reference.restore(bytes).map_err(|why| GrpoError::State {
+            self.reference.restore(bytes).map_err(|why| TrainError::State {
                 path: folder.join(REFERENCE),
                 why: why.to_string(),
             })?;
