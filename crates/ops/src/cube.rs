@@ -11,7 +11,7 @@ use cubecl::zspace::metadata::Metadata;
 use tune::Kernel;
 
 use crate::call::{same_dtype, same_shape};
-use crate::layout::rows_of;
+use crate::layout::{row_stride, rows_of};
 use crate::{Ctx, OpError};
 
 /// Returns the CubeCL tensor behind a tensor without autodiff.
@@ -39,6 +39,23 @@ pub(crate) fn written<const D: usize>(
     match tensor.is_contiguous() {
         true => Ok(tensor),
         false => Err(OpError::Apart(what)),
+    }
+}
+
+/// Returns a CubeCL matrix that is written in place, and the elements from one row to the next; an error if the elements of a
+/// row are not contiguous. Burn pads rows on CUDA.
+pub(crate) fn written_rows(
+    what: &'static str,
+    matrix: &Tensor<2>,
+    shape: [usize; 2],
+    dtype: DType,
+) -> Result<(CubeTensor, usize), OpError> {
+    same_dtype(what, matrix.dtype(), dtype)?;
+    same_shape(what, &matrix.dims(), &shape)?;
+    let matrix = cube(matrix.clone())?;
+    match row_stride(&matrix) {
+        Some(stride) => Ok((matrix, stride)),
+        None => Err(OpError::Apart(what)),
     }
 }
 

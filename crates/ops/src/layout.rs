@@ -50,16 +50,18 @@ impl Matrices {
     }
 }
 
+/// Returns the elements from one row of a matrix to the next; none if the elements of a row are not contiguous.
+pub(crate) fn row_stride(matrix: &CubeTensor) -> Option<usize> {
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    // The stride of an axis of length 1 is arbitrary.
+    let apart = if shape[0] == 1 { shape[1] } else { strides[0] };
+    ((strides[1] == 1 || shape[1] == 1) && apart >= shape[1]).then_some(apart)
+}
+
 /// Returns a matrix with contiguous rows, and its row stride. Copies a matrix with another layout. Burn pads
 /// rows on CUDA.
 pub(crate) fn rows_of(tensor: CubeTensor) -> (CubeTensor, usize) {
-    let stride = |tensor: &CubeTensor| {
-        let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-        // The stride of an axis of length 1 is arbitrary.
-        let apart = if shape[0] == 1 { shape[1] } else { strides[0] };
-        ((strides[1] == 1 || shape[1] == 1) && apart >= shape[1]).then_some(apart)
-    };
-    match stride(&tensor) {
+    match row_stride(&tensor) {
         Some(apart) => (tensor, apart),
         None => {
             let width = tensor.meta.shape()[1];

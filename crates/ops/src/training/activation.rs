@@ -7,7 +7,7 @@ use kernels::activation::{
 };
 
 use crate::call::{empty_like, float_of, same_dtype, same_shape, size_of};
-use crate::cube::{cube, float, written};
+use crate::cube::{cube, float, written, written_rows};
 use crate::layout::rows_of;
 use crate::{Activation, Ctx, OpError};
 
@@ -63,19 +63,8 @@ pub fn activation_backward(
 ) -> Result<(), OpError> {
     let ([rows, width], dtype) = (dh.dims(), dh.dtype());
     let dh = written("dh", dh, &[rows, width], dtype)?;
-    let in_place = |what, tensor: &Tensor<2>| {
-        same_shape(what, &tensor.dims(), &[rows, width])?;
-        same_dtype(what, tensor.dtype(), dtype)?;
-        let tensor = cube(tensor.clone())?;
-        let [down, across] = [0, 1].map(|axis: usize| tensor.meta.strides()[axis]);
-        let stride = if rows == 1 { width } else { down };
-        match (across == 1 || width == 1) && stride >= width {
-            true => Ok((tensor, stride)),
-            false => Err(OpError::Apart(what)),
-        }
-    };
-    let (z, stride) = in_place("z", z)?;
-    let up = up.map(|up| in_place("up", up)).transpose()?;
+    let (z, stride) = written_rows("z", z, [rows, width], dtype)?;
+    let up = up.map(|up| written_rows("up", up, [rows, width], dtype)).transpose()?;
     if up.as_ref().is_some_and(|(_, own)| *own != stride) {
         return Err(OpError::Apart("up"));
     }

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Int, Tensor};
 use kernels::rope::in_place::{RopeInPlace, RopeInPlaceOperands, RopeInPlaceProblem};
 
 use crate::call::{as_int32, float_of, same_dtype, same_shape, size_of};
-use crate::cube::{dense, written};
+use crate::cube::{dense, written_rows};
 use crate::{Ctx, OpError};
 
 /// Rotates the first `heads` heads of each row by its position, **in place**. With `inverse`, it turns the gradient of rotated
@@ -28,18 +28,18 @@ pub fn rotate(
     let ([rows, width], [places, dim]) = (x.dims(), table.dims());
     same_shape("positions", &positions.dims(), &[rows])?;
     same_dtype("the table", table.dtype(), DType::F32)?;
+    let (x, stride) = written_rows("x", x, [rows, width], x.dtype())?;
     let problem = RopeInPlaceProblem {
         rows: size_of(rows)?,
         heads: size_of(heads)?,
         head_dim: size_of(head_dim)?,
-        stride: size_of(width)?,
+        stride: size_of(stride)?,
         dim: size_of(dim)?,
         positions: size_of(places)?,
-        dtype: float_of(x.dtype())?,
+        dtype: float_of(x.dtype)?,
         inverse,
     }
     .checked()?;
-    let x = written("x", x, &[rows, width], x.dtype())?;
     let operands = RopeInPlaceOperands {
         heads: x.handle.clone(),
         position: dense(as_int32(positions))?.handle,

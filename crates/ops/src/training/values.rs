@@ -5,7 +5,7 @@ use cubecl::bytes::Bytes;
 use kernels::scaled_copy::{ScaledCopy, scaled_copy};
 
 use crate::call::{float_of, same_dtype, size_of};
-use crate::cube::{cube, dense, written};
+use crate::cube::{cube, dense, written, written_rows};
 use crate::{Ctx, OpError};
 
 /// Overwrites elements of a flat buffer from `from` on with values from the host, **in place**.
@@ -40,7 +40,7 @@ pub fn clear(ctx: &Ctx, buffer: &Tensor<1>) -> Result<(), OpError> {
 /// Writes factor · x, rounded, into a matrix **in place**, from row and column `at` on.
 ///
 /// # Shapes
-/// x `[rows, columns]` in f32; out of at least `at` more rows and columns, dense, of any float.
+/// x `[rows, columns]` in f32; out of at least `at` more rows and columns, with contiguous rows, of any float.
 ///
 /// # Errors
 /// [`OpError::Shape`] for a matrix without these rows and columns; [`OpError::DType`], [`OpError::Apart`], [`OpError::Device`],
@@ -59,13 +59,13 @@ pub fn copy_scaled(
         let (have, need) = (have.to_vec(), need.to_vec());
         return Err(OpError::Shape { what: "the matrix", have, need });
     }
-    let out = written("the matrix", out, &have, out.dtype())?;
+    let (out, stride) = written_rows("the matrix", out, have, out.dtype())?;
     let copy = ScaledCopy {
         rows: size_of(rows)?,
         columns: size_of(columns)?,
-        len: have[0] * have[1],
-        first: size_of(row * have[1] + column)?,
-        stride: size_of(have[1])?,
+        len: have[0].saturating_sub(1) * stride + have[1],
+        first: size_of(row * stride + column)?,
+        stride: size_of(stride)?,
         factor,
         dtype: float_of(out.dtype)?,
     };
