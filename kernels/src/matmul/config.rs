@@ -145,7 +145,8 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 
     let splits = f64::from(config.splits());
     let items = problem.blocks((tile_m, tile_n)) as f64 * splits;
     // The cooperative-matrix driver does not report the number of processors.
-    let processors = match arch.matrices_from_words() && FEW_ROWS.contains(&problem.m) {
+    let few = FEW_ROWS.contains(&problem.m) || problem.window.is_some();
+    let processors = match arch.matrices_from_words() && few {
         true => IN_FLIGHT as f64,
         false => f64::from(arch.processors.unwrap_or(32)),
     };
@@ -291,7 +292,7 @@ mod tests {
             ("tma", format!(r#"{mma},"stages":6,"parts":7"#)),
             ("cube", workgroup.to_owned()),
             ("plane", mma.to_owned()),
-            ("ahead", mma.to_owned()),
+            ("ahead", format!(r#"{mma},"parts":6"#)),
             ("fma", fma.to_owned()),
             ("cores", packed.to_owned()),
             ("dots", r#""rows":1,"cols":2,"vector":3,"units":4"#.to_owned()),

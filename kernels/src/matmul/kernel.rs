@@ -74,9 +74,9 @@ pub(crate) fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size,
         Loop::Subgroup(plan) => {
             subgroup::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, dims, plan)
         }
-        Loop::Pipelined(plan) => {
-            pipelined::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &window, dims, plan)
-        }
+        Loop::Pipelined(plan) => pipelined::multiply::<F, E, NL, NR, NO, NP>(
+            lhs, rhs, out, partials, &finish, &window, dims, plan,
+        ),
         Loop::Fma(plan) => {
             fma::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &window, dims, plan)
         }

@@ -77,6 +77,33 @@ pub(super) fn check_sizes(config: &dyn Path) -> Result<(), Infeasible> {
     out.map_or(Ok(()), |(name, value)| Err(shape(name, value, "expected a size from 1 to 16384")))
 }
 
+/// k tiles per split of `parts`, except the last.
+pub(super) const fn part_tiles(k: u32, tile_k: u32, parts: u32) -> u32 {
+    k.div_ceil(tile_k).div_ceil(parts)
+}
+
+/// Checks that no split of k is empty, and that one launch covers all of them.
+pub(super) fn check_splits(
+    arch: &ArchProfile,
+    problem: &MatmulProblem,
+    config: &dyn Path,
+) -> Result<(), Infeasible> {
+    let (parts, tile_k) = (config.splits(), config.tile_k());
+    let why = match parts {
+        1 => return Ok(()),
+        _ if problem.batch_slices(arch).len() > 1 => "split-k supports one launch only",
+        _ if problem.grouped || problem.interleaved => "a grouped matmul does not support split-k",
+        _ if problem.batch() * u64::from(parts) > 65_535 => {
+            "expected at most 65535 cubes in one grid dimension"
+        }
+        _ if (parts - 1) * part_tiles(problem.k, tile_k, parts) >= problem.k.div_ceil(tile_k) => {
+            "expected at least one k tile per split"
+        }
+        _ => return Ok(()),
+    };
+    Err(shape("parts", parts, why))
+}
+
 /// Checks the common requirements of both CPU paths.
 pub(super) fn check_vector(
     arch: &ArchProfile,

@@ -13,17 +13,26 @@ use tune::Infeasible;
 
 use super::dims::{Dims, own_block};
 use super::epilogue::Finish;
-use super::path::{Grid, Path, plane_inst};
+use super::path::{Grid, IN_FLIGHT, Path, check_splits, part_tiles, plane_inst};
 use super::problem::{Layout, MatmulProblem};
 use super::subgroup::{SubgroupConfig, layout_of};
 use super::window::{Corner as WindowCorner, Gather};
 use crate::cooperative::{self, Corner, Tile, U32x4, packed, put, read, zeros};
 use crate::fits::{lacks, limits, shape};
 
-/// Tile sizes of the path; same fields as [`subgroup`](super::subgroup).
+/// Tile sizes of the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct PipelinedConfig(pub SubgroupConfig);
+pub struct PipelinedConfig {
+    #[serde(flatten)]
+    pub tiles: SubgroupConfig,
+    /// Number of split-k splits; each is the work of another cube.
+    #[serde(default = "one")]
+    pub parts: u32,
+}
+
+const fn one() -> u32 {
+    1
+}
 
 /// Configs, most frequent winners first.
 const CONFIGS: [SubgroupConfig; 7] = [
@@ -37,19 +46,44 @@ const CONFIGS: [SubgroupConfig; 7] = [
 ];
 
 impl PipelinedConfig {
+    /// k tiles per split, except the last.
+    const fn part_tiles(self, k: u32) -> u32 {
+        part_tiles(k, self.tiles.tile_k, self.parts)
+    }
+
+    /// Returns the config, and with the splits that fill a card once and twice. Small images have few blocks and a deep k.
+    /// The [`workgroup`](super::workgroup) path splits the other matmuls where a device has it.
+    fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        let mut parts = vec![1];
+        let splits = problem.window.is_some() || arch.cube_mma.is_empty();
+        if splits && !problem.grouped && !problem.interleaved {
+            let blocks = problem.blocks(self.tile());
+            let tiles = problem.k.div_ceil(self.tiles.tile_k);
+            for wish in [IN_FLIGHT / blocks, 2 * IN_FLIGHT / blocks] {
+                let wish = wish.min(u64::from(tiles / 4)) as u32;
+                if wish > 1 {
+                    // Reduce the count so that no split is empty.
+                    parts.push(tiles.div_ceil(Self { parts: wish, ..self }.part_tiles(problem.k)));
+                }
+            }
+        }
+        parts.dedup();
+        parts.into_iter().map(|parts| Self { parts, ..self }).collect()
+    }
+
     /// Estimated registers per unit: accumulators, fragments of a step, prefetched tiles,
     /// addresses.
     const fn registers(self, plane: u32) -> u32 {
-        let SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = self.0;
+        let SubgroupConfig { tile_m, tile_n, tile_k, planes_m, planes_n } = self.tiles;
         let (part_m, part_n) = (tile_m / planes_m, tile_n / planes_n);
-        let ahead = (tile_m + tile_n) * tile_k / 2 / (self.0.planes() * plane);
+        let ahead = (tile_m + tile_n) * tile_k / 2 / (self.tiles.planes() * plane);
         part_m * part_n / plane + (part_m + 16) * 16 / 2 / plane + ahead + 40
     }
 
     /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, arch: &ArchProfile, problem: &MatmulProblem) -> PipelinedPlan {
         PipelinedPlan {
-            config: self.0,
+            config: self.tiles,
             plane: arch.plane_size.0,
             inst_k: plane_inst(arch, problem.precision).map_or(0, |s| s.k),
             lhs_rows: problem.lhs.layout == Layout::Row,
@@ -58,49 +92,59 @@ impl PipelinedConfig {
             one_pixel: problem
                 .window
                 .is_some_and(|window| window.channels.iter().all(|count| count % 8 == 0)),
+            partial: self.parts > 1,
         }
     }
 }
 
 impl Path for PipelinedConfig {
-    fn candidates(_arch: &ArchProfile, _problem: &MatmulProblem) -> Vec<Self> {
-        CONFIGS.map(Self).to_vec()
+    fn candidates(arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        let whole = CONFIGS.map(|tiles| Self { tiles, parts: 1 });
+        whole.iter().flat_map(|c| c.with_splits(arch, problem)).collect()
     }
 
     fn sizes(&self) -> Vec<(&'static str, u32)> {
-        self.0.sizes()
+        let mut sizes = self.tiles.sizes();
+        sizes.push(("parts", self.parts));
+        sizes
     }
 
     fn check(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Result<(), Infeasible> {
         if !arch.matrices_from_words() {
             return Err(lacks("subgroup cooperative matrices that load from u32 shared memory"));
         }
-        self.0.check_matrices(arch, problem)?;
+        self.tiles.check_matrices(arch, problem)?;
+        check_splits(arch, problem, self)?;
         let plan = self.plan(arch, problem);
         if self.registers(plan.plane) > 270 {
             let why = "accumulators and loaded tiles would spill registers";
-            return Err(shape("tile_m", self.0.tile_m, why));
+            return Err(shape("tile_m", self.tiles.tile_m, why));
         }
-        if problem.window.is_some() && plan.units() % (self.0.tile_k / 8) != 0 {
-            return Err(shape("tile_k", self.0.tile_k, "expected whole lines of copies"));
+        if problem.window.is_some() && plan.units() % (self.tiles.tile_k / 8) != 0 {
+            return Err(shape("tile_k", self.tiles.tile_k, "expected whole lines of copies"));
         }
         limits(arch, plan.units(), plan.shared_bytes())
     }
 
     fn tile(&self) -> (u32, u32) {
-        self.0.tile()
+        self.tiles.tile()
     }
 
     fn tile_k(&self) -> u32 {
-        self.0.tile_k
+        self.tiles.tile_k
     }
 
     fn gathers(&self) -> bool {
         true
     }
 
+    fn splits(&self) -> u32 {
+        self.parts
+    }
+
     fn grid(&self, arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
-        self.0.grid(arch, problem)
+        let part_tiles = self.part_tiles(problem.k);
+        Grid { part_tiles, ..self.tiles.grid(arch, problem) }
     }
 }
 
@@ -121,6 +165,8 @@ pub(crate) struct PipelinedPlan {
     pub(crate) exact: bool,
     /// True if eight neighbours in the depth of a window are channels of one pixel.
     pub(crate) one_pixel: bool,
+    /// True if accumulators go to the workspace.
+    pub(crate) partial: bool,
 }
 
 impl PipelinedPlan {
@@ -154,10 +200,12 @@ impl PipelinedPlan {
 }
 
 #[cube]
-pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
+pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
+    partials: &mut [Vector<f32, NP>],
     finish: &Finish<F, E, NO>,
     window: &ComptimeOption<Gather<F, NL>>,
     dims: &Dims,
@@ -179,14 +227,16 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let (lane, plane) = (UNIT_POS_X, UNIT_POS_Y);
     let unit = plane * plan.plane + lane;
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let parts = if comptime!(plan.partial) { dims.parts } else { 1u32.runtime() };
+    let (batch, part) = (CUBE_POS_Y / parts, CUBE_POS_Y % parts);
+    let (row_start, row_end) = dims.rows(batch);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
         // The grid has enough blocks for a group that spans all of lhs.
         terminate!();
     }
     let (from_m, from_n) = (plane / planes_n * part_m, plane % planes_n * part_n);
-    let (lhs_start, rhs_start, out_start) = dims.batch(CUBE_POS_Y as usize);
+    let (lhs_start, rhs_start, out_start) = dims.batch(batch as usize);
 
     let mut acc = Sequence::<Matrix<f32>>::new(); // [part_m / 16, part_n / 16]
     #[unroll]
@@ -194,19 +244,21 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
         acc.push(zeros(depth));
     }
 
-    let first = 0u32.runtime();
-    let mut at_lhs =
-        corner(lhs_start, dims.lhs_stride, row0, row_end, first, dims.k, plan.lhs_rows);
+    let (mut k0, mut k_end) = (0u32.runtime(), dims.k);
+    if comptime!(plan.partial) {
+        k0 = part * dims.part_tiles * tile_k;
+        k_end = min(k0 + dims.part_tiles * tile_k, dims.k);
+    }
+    let mut at_lhs = corner(lhs_start, dims.lhs_stride, row0, row_end, k0, dims.k, plan.lhs_rows);
     let mut at_rhs =
-        corner(rhs_start, dims.rhs_stride, col0, dims.n, first, dims.k, comptime!(!plan.rhs_rows));
+        corner(rhs_start, dims.rhs_stride, col0, dims.n, k0, dims.k, comptime!(!plan.rhs_rows));
     let mut next_lhs = Array::<U32x4>::new(comptime!(tile_lhs.copies()));
     let mut next_rhs = Array::<U32x4>::new(comptime!(tile_rhs.copies()));
     let corners = corners(window, row0, row_end, unit, tile_lhs);
     read_lhs::<F, NL>(lhs, window, &mut next_lhs, &at_lhs, &corners, unit, plan);
     read::<F, NR>(rhs, &mut next_rhs, &at_rhs, unit, tile_rhs);
 
-    let mut k0 = 0u32;
-    while k0 < dims.k {
+    while k0 < k_end {
         sync_cube();
         put(&mut shared_lhs, &next_lhs, unit, tile_lhs);
         put(&mut shared_rhs, &next_rhs, unit, tile_rhs);
@@ -290,11 +342,18 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 for e in 0..4usize {
                     let col = col0 + comptime!(e as u32);
                     if row < row_end && col < dims.n {
-                        let at = out_start + row as usize * dims.out_stride + col as usize;
                         let sum = f32::reinterpret(four.extract(e));
-                        let columns = dims.columns(CUBE_POS_Y, row);
-                        let value = finish.one(sum, at, col, &columns);
-                        out[at] = Vector::new(E::cast_from(value));
+                        if comptime!(plan.partial) {
+                            // [parts, batches, m, n]
+                            let line = (part * dims.batches + batch) as usize * dims.m as usize;
+                            let at = (line + row as usize) * dims.n as usize + col as usize;
+                            partials[at] = Vector::new(sum);
+                        } else {
+                            let at = out_start + row as usize * dims.out_stride + col as usize;
+                            let columns = dims.columns(batch, row);
+                            let value = finish.one(sum, at, col, &columns);
+                            out[at] = Vector::new(E::cast_from(value));
+                        }
                     }
                 }
                 word += plan.plane;

@@ -20,7 +20,7 @@ use tune::Infeasible;
 
 use super::dims::{Dims, own_block};
 use super::epilogue::Epilogue;
-use super::path::{FEW_ROWS, Grid, IN_FLIGHT, Path};
+use super::path::{self, FEW_ROWS, Grid, IN_FLIGHT, Path, check_splits};
 use super::problem::{Layout, MatmulProblem, Precision};
 use crate::fits::{lacks, limits, shape};
 
@@ -72,7 +72,7 @@ const MAX_HALVED_ROWS: u32 = 2048;
 impl WorkgroupConfig {
     /// k tiles per split, except the last.
     const fn part_tiles(self, k: u32) -> u32 {
-        k.div_ceil(self.tile_k).div_ceil(self.parts)
+        path::part_tiles(k, self.tile_k, self.parts)
     }
 
     /// Returns the config. For few rows also returns it with the splits that fill a card once and
@@ -179,26 +179,12 @@ impl Path for WorkgroupConfig {
             return Err(shape("unroll", self.unroll, "expected iterations that divide k"));
         }
         if self.parts > 1 {
-            let (each, all) = (self.part_tiles(problem.k), problem.k.div_ceil(self.tile_k));
-            if (self.parts - 1) * each >= all {
-                return Err(shape("parts", self.parts, "expected at least one k tile per split"));
-            }
-            if each % self.unroll != 0 {
+            check_splits(arch, problem, self)?;
+            if self.part_tiles(problem.k) % self.unroll != 0 {
                 return Err(shape(
                     "unroll",
                     self.unroll,
                     "expected iterations that divide each split of k",
-                ));
-            }
-            if problem.batch_slices(arch).len() > 1 {
-                let why = "split-k supports one launch only";
-                return Err(shape("parts", self.parts, why));
-            }
-            if problem.batch() * u64::from(self.parts) > 65_535 {
-                return Err(shape(
-                    "parts",
-                    self.parts,
-                    "expected at most 65535 cubes in one grid dimension",
                 ));
             }
         }

@@ -60,7 +60,7 @@ use arch::{ArchProfile, DType};
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::path::{Grid, Path, check_sizes, mma_inst};
+use super::path::{self, Grid, Path, check_sizes, check_splits, mma_inst};
 use super::problem::{Layout, MatmulProblem, Precision};
 use crate::fits::{lacks, limits, shape};
 use crate::tile::{CopyPlan, TileShape};
@@ -145,7 +145,7 @@ impl MmaConfig {
 
     /// k tiles per split, except the last.
     pub(crate) const fn part_tiles(self, k: u32) -> u32 {
-        k.div_ceil(self.tile_k).div_ceil(self.parts)
+        path::part_tiles(k, self.tile_k, self.parts)
     }
 
     /// Returns the config, and with the splits that fill idle processors once and twice.
@@ -217,17 +217,7 @@ impl MmaConfig {
         if self.planes_m * self.planes_n > 32 {
             return Err(shape("planes_m", self.planes_m, "expected at most 32 planes per cube"));
         }
-        if self.parts > 1 && problem.batch_slices(arch).len() > 1 {
-            let why = "split-k supports one launch only";
-            return Err(shape("parts", self.parts, why));
-        }
-        if self.parts > 1 && (problem.grouped || problem.interleaved) {
-            return Err(shape("parts", self.parts, "a grouped matmul does not support split-k"));
-        }
-        let tiles_k = problem.k.div_ceil(self.tile_k);
-        if (self.parts - 1) * self.part_tiles(problem.k) >= tiles_k {
-            return Err(shape("parts", self.parts, "expected at least one k tile per split"));
-        }
+        check_splits(arch, problem, self)?;
         if self.stages < 2 {
             return Err(shape("stages", self.stages, "expected at least 2 stages"));
         }
