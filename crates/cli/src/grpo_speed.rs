@@ -37,7 +37,7 @@ pub(crate) fn groups(text: &str) -> Result<Groups, String> {
 #[derive(clap::Args, Clone)]
 pub(crate) struct GrpoArgs {
     /// GRPO: prompts of a batch and completions of each, such as 16x16
-    #[arg(long, value_name = "PxC", value_parser = groups)]
+    #[arg(long, value_name = "PxC", value_parser = groups, group = "learns")]
     pub(crate) grpo: Option<Groups>,
     /// With --grpo, factor of the KL divergence; above 0, --train full has a copy of the weights as its reference
     #[arg(long, default_value_t = 0.0, requires = "grpo")]

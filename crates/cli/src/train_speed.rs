@@ -1,7 +1,7 @@
 //! `flashover bench --train` and `flashover profile --train`: training steps.
 
 use anyhow::bail;
-use clap::ValueEnum;
+use clap::{ArgGroup, ValueEnum};
 use flashover::WeightFormat;
 use flashover::bench::trace::{Recording, Trace};
 use flashover::bench::{Ceilings, StepShape, TrainSpeed};
@@ -25,20 +25,21 @@ pub(crate) enum Train {
 
 /// Arguments of training steps that are planned or measured.
 #[derive(clap::Args, Clone)]
+#[command(group = ArgGroup::new("learns").multiple(true))]
 pub(crate) struct StepArgs {
     /// Train all weights or an adapter, instead of generating
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, group = "learns")]
     pub(crate) train: Option<Train>,
-    /// With --train, activations that the backward pass recomputes [default: nothing; layers for `plan` and with --offload]
-    #[arg(long, value_enum, requires = "train")]
+    /// With --train or --grpo, activations that the backward pass recomputes [default: nothing; layers for `plan` and with --offload]
+    #[arg(long, value_enum, requires = "learns")]
     recompute: Option<RecomputeArg>,
     /// With --train full, optimizer, with the format of its moments [default: adamw]
-    #[arg(long, value_enum, requires = "train")]
+    #[arg(long, value_enum, requires = "learns")]
     optimizer: Option<OptimizerArg>,
     /// With --train full, no master weights in f32 next to weights in 16 bits
-    #[arg(long, requires = "train")]
+    #[arg(long, requires = "learns")]
     no_master: bool,
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", requires = "train", help = OFFLOAD)]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PARTS", requires = "learns", help = OFFLOAD)]
     offload: Vec<OffloadArg>,
     /// With --train, batches per step
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train", value_parser = clap::value_parser!(u32).range(1..=65_536))]

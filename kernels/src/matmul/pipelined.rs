@@ -4,6 +4,10 @@
 //! H200 through Vulkan, f16 8192^3: 213 TFLOP/s, where that path reaches 115. Two tiles of each
 //! operand in shared memory, with one barrier per tile instead of two, were slower: 128 instead of
 //! 195 with the same tiles.
+//!
+//! Convolutions of small images have few blocks and a deep k. Split-k brought a frame of unet-880m (f16, batch 1) on an H200
+//! through Vulkan from 28.5 to 11.8 ms, and tuned configs to 8.6 ms; CUDA takes 2.7 ms. Each kernel takes two to three times
+//! as long as there, the smallest too, and launches wait for each other.
 
 use arch::ArchProfile;
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};

@@ -6,7 +6,7 @@ use models::{Footprint, KvCache, MOST_PACKED, PagedCache, Workload};
 use super::Engine;
 use super::error::GenerateError;
 use crate::device_error::{DeviceError, check_free};
-use crate::memory::{Grant, MemoryUsage, Plan, PlanError};
+use crate::memory::{Grant, MemoryUsage, Need, Plan, PlanError};
 
 impl Engine {
     /// Reads the use of the device's pools by this process.
@@ -66,6 +66,18 @@ impl Engine {
         let mut grant = None;
         let parts = self.admit_as(&mut grant, &workload)?;
         check_free(&self.0.device, parts.kept() + parts.transient())?;
+        Ok(grant)
+    }
+
+    /// Adds a copy of the weights to the ledger until the grant is dropped.
+    pub(crate) fn admit_copy(&self) -> Result<Option<Grant>, GenerateError> {
+        let (planned, least) = (&self.0.planned, Workload::new(1, 1));
+        let weights = planned.footprint(&least)?.weights;
+        let mut grant = None;
+        self.0.ledger.admit(&mut grant, Need::of_kept(weights), |others| {
+            planned.plan(least, others.and(weights))?.fitting().map(drop)
+        })?;
+        check_free(&self.0.device, weights)?;
         Ok(grant)
     }
 

@@ -3,6 +3,7 @@
 use models::{Batch, Decoder, Example, FlatWeights};
 
 use super::{GrpoError, GrpoOptions, ReferencePlace, measured};
+use crate::memory::Grant;
 use crate::train::Trainer;
 
 /// The reference.
@@ -12,7 +13,7 @@ pub(super) enum Reference {
     /// The model without its adapter.
     Base,
     /// A copy of the weights, and a decoder that reads it.
-    Device { weights: Box<FlatWeights>, decoder: Box<Decoder> },
+    Device { weights: Box<FlatWeights>, decoder: Box<Decoder>, _grant: Option<Grant> },
     /// A copy of the weights.
     Host(Vec<u8>),
 }
@@ -28,8 +29,9 @@ impl Reference {
     }
 
     fn copy(trainer: &Trainer) -> Result<Self, GrpoError> {
+        let grant = trainer.engine().admit_copy()?;
         let (weights, decoder) = trainer.copied()?;
-        Ok(Self::Device { weights: weights.into(), decoder: decoder.into() })
+        Ok(Self::Device { weights: weights.into(), decoder: decoder.into(), _grant: grant })
     }
 
     /// Takes the present weights.

@@ -18,6 +18,13 @@ pub(crate) struct Need {
     transient: u128,
 }
 
+impl Need {
+    /// Bytes that stay.
+    pub(crate) const fn of_kept(kept: u128) -> Self {
+        Self { kept, transient: 0 }
+    }
+}
+
 impl From<&Footprint> for Need {
     fn from(parts: &Footprint) -> Self {
         Self { kept: parts.kept(), transient: parts.transient() }
@@ -34,6 +41,11 @@ pub(crate) struct Others {
 }
 
 impl Others {
+    /// Adds bytes of another entry.
+    pub(crate) const fn and(self, kept: u128) -> Self {
+        Self { kept: self.kept + kept, ..self }
+    }
+
     /// Returns their bytes next to a session with `transient` bytes.
     pub(crate) const fn next_to(self, transient: u128) -> u128 {
         self.kept + self.elsewhere + self.here.saturating_sub(transient)

@@ -20,7 +20,7 @@ mod usage;
 pub use budget::MemoryBudget;
 pub use error::PlanError;
 pub(crate) use error::check_host;
-pub(crate) use ledger::{Grant, Ledger};
+pub(crate) use ledger::{Grant, Ledger, Need};
 pub use plan::Plan;
 pub(crate) use plan::compute_name;
 pub(crate) use planned::PlannedModel;

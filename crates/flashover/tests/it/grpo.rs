@@ -7,6 +7,7 @@ use flashover::grpo::{
     Correction, Grpo, GrpoError, GrpoOptions, GrpoPrompt, Level, ReferencePlace, Rule, Scored,
     WeightedReward, parse_reward,
 };
+use flashover::memory::Workload;
 use flashover::train::{Adapter, FullOptions, LoraOptions, Schedule, Start, TrainOptions, Trainer};
 use flashover::{Engine, EngineOptions, KvFormat, ModelFolder, Request, Sampling};
 use serde_json::{Map, Value, json};
@@ -263,6 +264,19 @@ fn rewards_of_rules_and_commands() {
     assert!(late.iter().all(|own| own == "the command gave no reward within 50ms"), "{late:?}");
     let none = faults("cmd:exit 3", Duration::from_secs(20));
     assert!(none.iter().all(|own| own.contains("exit status: 3")), "{none:?}");
+}
+
+#[test]
+fn a_copied_reference_counts_in_the_budget() {
+    let held = |reference| {
+        let options = GrpoOptions { beta: 0.1, reference, ..small() };
+        let trainer = full(fixture("llama"), 1e-3);
+        let grpo = Grpo::new(trainer, vec![even.into()], options).expect("valid");
+        let plan = grpo.trainer().engine().plan(Workload::new(1, 1)).expect("valid");
+        (plan.other_bytes, plan.weights_bytes)
+    };
+    let (device, weights) = held(ReferencePlace::Device);
+    assert_eq!(device, held(ReferencePlace::Host).0 + weights);
 }
 
 #[test]
