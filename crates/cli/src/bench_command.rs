@@ -228,8 +228,8 @@ fn run_steps(args: &Args, train: Train) -> anyhow::Result<()> {
 
 /// Measures steps of GRPO.
 fn run_grpo(args: &Args) -> anyhow::Result<()> {
-    let train = args.steps.train.unwrap_or(Train::Full);
     let quant = args.of.load.options().quant;
+    let train = args.steps.train.unwrap_or(grpo_speed::usual(quant));
     let training = args.steps.training(train, LoraOptions::default(), Recompute::Nothing, quant)?;
     if args.n_prompt.0.iter().chain(&args.n_gen.0).any(|tokens| *tokens == 0) {
         bail!("--grpo needs prompts and completions\nhint: set -p and -n above 0");

@@ -128,20 +128,19 @@ pub(crate) struct PolicyArgs {
     /// Factor of the KL divergence from the reference
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     beta: f64,
-    /// Deviation that divides advantages: of the group, of the batch, or none
+    /// Standard deviation that normalises advantages: of the group, of the batch, or none
     #[arg(long, value_enum, default_value = "group")]
     scale: ScaleArg,
     /// Steps of the optimizer on each batch
     #[arg(long, value_name = "N", default_value_t = 1)]
     updates: usize,
-    /// Factor of the mean entropy, which the loss falls by
+    /// Coefficient of the entropy bonus
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     entropy: f64,
-    /// Learn nothing from completions that ended because they were too long
+    /// Learn nothing from truncated completions
     #[arg(long)]
     mask_truncated: bool,
-    /// Correct for tokens that another distribution drew, such as that of top-k or of a KV cache in 8 bits: by token, or by
-    /// completion
+    /// Correct for tokens of another distribution, as with --top-k or a KV cache in 8 bits: by token, or by completion
     #[arg(long, value_enum, value_name = "LEVEL")]
     correction: Option<LevelArg>,
     /// Largest factor of a correction
@@ -157,12 +156,12 @@ pub(crate) struct PolicyArgs {
     #[arg(long, requires = "correction")]
     correction_mask: bool,
     /// With --full and --beta, place of the copied reference
-    #[arg(long, value_enum, default_value = "device")]
+    #[arg(long, value_enum, default_value = "device", requires = "full")]
     reference: PlaceArg,
     /// With --full and --beta, make the present weights the reference after every N batches
     #[arg(long, value_name = "N")]
     renew_reference: Option<usize>,
-    /// Completions that pass through the model together when it learns
+    /// Completions of one forward and backward pass
     #[arg(long, value_name = "N", default_value_t = 16)]
     micro_batch: usize,
     /// Activations that the backward pass recomputes
@@ -216,6 +215,9 @@ impl Args {
         }
         if policy.renew_reference.is_some() && policy.beta == 0.0 {
             bail!("--renew-reference needs a reference\nhint: add --beta, such as --beta 0.04");
+        }
+        if matches!(policy.reference, PlaceArg::Host) && policy.beta == 0.0 {
+            bail!("--reference needs a reference\nhint: add --beta, such as --beta 0.04");
         }
         let sampling = Sampling {
             temperature: drawing.temperature,

@@ -7,7 +7,7 @@ use anyhow::{anyhow, bail};
 use command::OutFile;
 use flashover::bench::Ceilings;
 use flashover::grpo::{
-    Grpo, GrpoError, GrpoOptions, Prompts, Report, WeightedReward, parse_reward,
+    Grpo, GrpoError, GrpoOptions, Phase, Prompts, Report, WeightedReward, parse_reward,
 };
 use flashover::memory::Workload;
 use flashover::train::{Adapter, FullOptions, SavedRun, Start, TrainOptions, Trainer};
@@ -32,9 +32,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.adapter.is_some() && args.lora.are_given() {
         bail!("--adapter sets rank, alpha and matrices\nhint: leave out --lora-*, or --adapter");
     }
-    if !args.reward_timeout.is_finite() || args.reward_timeout <= 0.0 {
+    let timeout = Duration::try_from_secs_f64(args.reward_timeout).ok();
+    let Some(timeout) = timeout.filter(|own| !own.is_zero()) else {
         bail!("--reward-timeout is {}\nhint: use a number of seconds above 0", args.reward_timeout);
-    }
+    };
     let weights = args.reward_weights.len();
     if weights != 0 && weights != args.reward.len() {
         bail!("expected a weight for each of {} rewards, got {weights}", args.reward.len());
@@ -77,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     });
     // Fails before the long work if the folder cannot be written.
     drop(Adapter::begin(&args.output)?);
-    let rewards = rewards(args)?;
+    let rewards = rewards(args, timeout)?;
     let load = EngineOptions { workload: Some(Workload::new(1, 1)), ..load };
     let trainer = trainer(args, &device, folder, &load, &options)?;
     let ceilings = args.log.as_ref().map(|_| Ceilings::measure(trainer.engine())).transpose()?;
@@ -142,8 +143,7 @@ fn lengths(
     }
 }
 
-fn rewards(args: &Args) -> Result<Vec<WeightedReward>, GrpoError> {
-    let timeout = Duration::from_secs_f64(args.reward_timeout);
+fn rewards(args: &Args, timeout: Duration) -> Result<Vec<WeightedReward>, GrpoError> {
     let weights = args.reward_weights.iter().copied().chain(std::iter::repeat(1.0));
     let of = |(text, weight): (&String, f64)| {
         let reward = parse_reward(text, args.workers as usize, timeout)?;
@@ -290,21 +290,28 @@ impl Job<'_> {
         let phases = report.phases;
         let each = phases.named().into_iter().skip(1).filter(|(_, own)| own.seconds > 0.0);
         let each: String = each.map(|(name, own)| format!(", {name} {:.3}", own.seconds)).collect();
-        let kl = report.kl.map_or_else(String::new, |kl| format!(", KL {kl:.5}"));
-        command::note!(
-            "batch {} of {}: reward {:.4} ± {:.4}, {:.1} tokens, {:.0}% cut, {}{kl}, entropy {:.3}, gradient \
-             {:.3}; {seconds:.2} s: sample {:.3} ({:.0} tokens/s){each}",
-            report.batch,
-            self.args.drawing.steps,
-            report.reward,
-            report.reward_deviation,
-            report.length,
-            report.truncated * 100.0,
-            command::count(report.equal_groups, "equal group"),
-            report.entropy,
-            report.gradient,
-            phases.sample.seconds,
-            phases.sample.rate(),
-        );
+        let mut text = format!("batch {} of {}", report.batch, self.args.drawing.steps);
+        let mut add = |part: String| text.push_str(&part);
+        if let Some(own) = &report.drawing {
+            let reward = own.reward.zip(own.reward_deviation);
+            add(match reward {
+                Some((mean, deviation)) => format!(": reward {mean:.4} ± {deviation:.4}"),
+                None => ": no reward".to_owned(),
+            });
+            let groups = command::count(own.equal_groups, "equal group");
+            let truncated = own.truncated * 100.0;
+            add(format!(", {:.1} tokens, {truncated:.0}% truncated, {groups}", own.length));
+        }
+        if let Some(own) = &report.learning {
+            add(own.kl.map_or_else(String::new, |kl| format!(", KL {kl:.5}")));
+            add(own.entropy.map_or_else(String::new, |own| format!(", entropy {own:.3}")));
+            add(format!(", gradient {:.3}", own.gradient));
+        }
+        add(format!("; {seconds:.2} s"));
+        if phases.sample.seconds > 0.0 {
+            let Phase { seconds, .. } = phases.sample;
+            add(format!(": sample {seconds:.3} ({:.0} tokens/s)", phases.sample.rate()));
+        }
+        command::note!("{text}{each}");
     }
 }

@@ -1,16 +1,16 @@
 //! `flashover bench --grpo` and `flashover plan --grpo`: batches of completions that a policy learns from.
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use flashover::bench::Ceilings;
 use flashover::grpo::{Grpo, GrpoOptions, GrpoPlan, GrpoPrompt, Phase, Report, Scored};
 use flashover::memory::{Plan, Workload};
 use flashover::train::{Training, Trains};
-use flashover::{EngineOptions, LoadError, Sampling};
+use flashover::{EngineOptions, LoadError, Sampling, WeightFormat};
 use serde::Serialize;
 use tune::timing::Stopwatch;
 
 use crate::model_args::SubjectArgs;
-use crate::train_speed;
+use crate::train_speed::{self, Train};
 
 /// Prompts of a batch, and completions of each.
 #[derive(Debug, Clone, Copy)]
@@ -36,15 +36,24 @@ pub(crate) fn groups(text: &str) -> Result<Groups, String> {
 /// Arguments of batches that are planned or measured.
 #[derive(clap::Args, Clone)]
 pub(crate) struct GrpoArgs {
-    /// GRPO: prompts of a batch and completions of each, such as 16x16
-    #[arg(long, value_name = "PxC", value_parser = groups, group = "learns")]
+    /// GRPO: prompts of a batch and completions of each, such as 16x16. Trains all weights, with --quant an adapter, unless --train
+    /// says otherwise
+    #[arg(long, value_name = "PxC", value_parser = groups, group = "learns", conflicts_with_all = ["batch", "accumulate"])]
     pub(crate) grpo: Option<Groups>,
     /// With --grpo, factor of the KL divergence; above 0, --train full has a copy of the weights as its reference
     #[arg(long, default_value_t = 0.0, requires = "grpo")]
     pub(crate) beta: f64,
-    /// With --grpo, completions that pass through the model together when it learns
+    /// With --grpo, completions of one forward and backward pass
     #[arg(long, value_name = "N", default_value_t = 16, requires = "grpo")]
     pub(crate) micro_batch: usize,
+}
+
+/// Returns the weights that GRPO trains unless --train names them.
+pub(crate) fn usual(quant: Option<WeightFormat>) -> Train {
+    match quant {
+        None => Train::Full,
+        Some(_) => Train::Lora,
+    }
 }
 
 /// Result of a test.
@@ -61,6 +70,8 @@ pub(crate) struct Row {
     micro_batch: usize,
     beta: f64,
     trains: &'static str,
+    quant: Option<String>,
+    recompute: &'static str,
     /// Medians over the repetitions.
     step_ns: f64,
     sample_ns: f64,
@@ -86,9 +97,6 @@ pub(crate) fn bench(
     repetitions: usize,
 ) -> anyhow::Result<Row> {
     let Some(Groups { prompts, group }) = args.grpo else { bail!("--grpo is missing") };
-    let trainer = train_speed::trainer(of, training)?;
-    let ceilings = Ceilings::measure(trainer.engine())?;
-    trainer.engine().clear_cache()?;
     let options = GrpoOptions {
         group,
         max_new_tokens: generated,
@@ -98,6 +106,10 @@ pub(crate) fn bench(
         micro_batch: args.micro_batch,
         ..GrpoOptions::default()
     };
+    options.check()?;
+    let trainer = train_speed::trainer(of, training)?;
+    let ceilings = Ceilings::measure(trainer.engine())?;
+    trainer.engine().clear_cache()?;
     let even = |own: &Scored<'_>| Some(own.tokens.iter().filter(|id| **id % 2 == 0).count() as f64);
     let mut grpo = Grpo::new(trainer, vec![even.into()], options)?;
     let vocab = grpo.trainer().engine().config().vocab;
@@ -119,6 +131,9 @@ pub(crate) fn bench(
             reports.push(report);
         }
     }
+    let gaps: Option<Vec<f64>> =
+        reports.iter().map(|own| Some(own.learning.as_ref()?.log_ratio?.rms)).collect();
+    let gaps = gaps.context("a batch had nothing to learn from: its rewards are equal")?;
     let median = |of: &dyn Fn(usize) -> f64| {
         let mut all: Vec<f64> = (0..reports.len()).map(of).collect();
         all.sort_by(f64::total_cmp);
@@ -146,6 +161,8 @@ pub(crate) fn bench(
             Trains::Adapter(_) => "lora",
             Trains::Weights { .. } => "full",
         },
+        quant: engine.precision().1,
+        recompute: training.recompute.name(),
         step_ns: median(&|at| samples_ns[at]),
         sample_ns: phase(|own| own.phases.sample),
         reference_ns: phase(|own| own.phases.reference),
@@ -154,7 +171,7 @@ pub(crate) fn bench(
         sample_tokens_per_second: rate(|own| own.phases.sample),
         learn_tokens_per_second: rate(|own| own.phases.learn),
         mfu: ceilings.gflops.map(|peak| model as f64 / learn_ns / peak),
-        log_ratio_rms: median(&|at| reports[at].log_ratio.rms),
+        log_ratio_rms: median(&|at| gaps[at]),
         reserved_bytes: engine.memory().reserved_bytes,
         samples_ns: samples_ns.clone(),
     })
@@ -194,11 +211,11 @@ pub(crate) fn planned(
     options: &EngineOptions,
     plan: impl Fn(&EngineOptions, Workload) -> Result<Plan, LoadError>,
 ) -> Result<GrpoPlan, LoadError> {
-    let all = groups.prompts * groups.group;
+    let all = groups.prompts.saturating_mul(groups.group);
     let sample = plan(options, Workload { shared: Some(0), ..Workload::new(all, context) })?;
-    let passes = args.micro_batch.min(all);
+    let micro_batch = args.micro_batch.min(all);
     let training = Some(training.clone());
-    let learn = plan(options, Workload { training, ..Workload::new(passes, context) })?;
+    let learn = plan(options, Workload { training, ..Workload::new(micro_batch, context) })?;
     let copies = args.beta != 0.0
         && matches!(&learn.workload.training, Some(own) if matches!(own.trains, Trains::Weights { .. }));
     let reference_bytes = if copies { learn.weights_bytes } else { 0 };

@@ -1,7 +1,7 @@
 //! `flashover plan`: estimates the memory that a model needs, without loading it.
 
 use anyhow::bail;
-use flashover::grpo::GrpoPlan;
+use flashover::grpo::{GrpoOptions, GrpoPlan};
 use flashover::memory::{Plan, PlanError, Preset, Workload};
 use flashover::train::{Recompute, Training, Trains};
 use flashover::{EngineOptions, KvFormat, LoadError};
@@ -46,8 +46,12 @@ const USUAL: usize = 2048;
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let groups = args.grpo.grpo;
-    if groups.is_some() && (args.preset.is_some() || args.batch.is_some()) {
-        bail!("--grpo sets the batch\nhint: leave out --preset and --batch");
+    if groups.is_some() && args.preset.is_some() {
+        bail!("--grpo sets the batch\nhint: leave out --preset");
+    }
+    if let Some(Groups { group, .. }) = groups {
+        let GrpoArgs { beta, micro_batch, .. } = args.grpo;
+        GrpoOptions { group, beta, micro_batch, ..GrpoOptions::default() }.check()?;
     }
     if args.steps.train.is_none() && groups.is_none() && args.lora.are_given() {
         bail!("--lora options need a plan for training\nhint: add --train lora");
@@ -72,7 +76,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "preset {other} is not for training\nhint: use --preset training, or leave out --train"
         );
     }
-    let train = args.steps.train.unwrap_or(Train::Lora);
+    let usual = if groups.is_some() { grpo_speed::usual(options.quant) } else { Train::Lora };
+    // Options of LoRA mean an adapter.
+    let usual = if args.lora.are_given() { Train::Lora } else { usual };
+    let train = args.steps.train.unwrap_or(usual);
     let training =
         args.steps.training(train, args.lora.options(), Recompute::Layers, options.quant)?;
     if let Some(groups) = groups {

@@ -57,7 +57,9 @@ fn reward(before: &str, completion: &str) -> f64 {
     if !board.is_legal(own) {
         return 0.2;
     }
-    let taken = match board.piece_on(own.to) {
+    // Castling is written as the king on its own rook.
+    let other = board.color_on(own.to) == Some(!board.side_to_move());
+    let taken = match board.piece_on(own.to).filter(|_| other) {
         Some(Piece::Queen) => 0.5,
         Some(Piece::Rook) => 0.3,
         Some(Piece::Bishop | Piece::Knight) => 0.2,
@@ -74,7 +76,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let folder = ModelFolder::open(&model)?;
     let encode = |text: &str| folder.encode(text);
-    // A move takes the first half of its game as given.
+    // Random games teach the notation of moves.
     let mut lessons = Vec::new();
     for seed in 0..256 {
         let game = Game::random(seed, 6);
@@ -114,10 +116,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let some: Vec<_> =
             prompts.iter().cycle().skip(8 * batch as usize).take(8).cloned().collect();
         let report = grpo.step(&some)?;
-        let best = &report.samples[0];
+        let (best, reward) = (&report.samples[0], report.drawing.and_then(|own| own.reward));
         println!(
             "batch {batch}: reward {:.3}, best {}|{}",
-            report.reward, best.prompt, best.completion
+            reward.unwrap_or(f64::NAN),
+            best.prompt,
+            best.completion
         );
     }
     Ok(())

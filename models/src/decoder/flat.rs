@@ -105,6 +105,11 @@ impl FlatWeights {
     /// [`Error::Op`] for another number of bytes.
     pub fn overwrite(&self, bytes: Vec<u8>) -> Result<(), Error> {
         let _stream_guard = ops::stream_guard();
+        let (have, need) = (bytes.len(), self.values.dims()[0] * self.values.dtype().size());
+        if have != need {
+            let (have, need) = (vec![have], vec![need]);
+            return Err(ops::OpError::Shape { what: "the bytes of weights", have, need }.into());
+        }
         Ok(ops::training::overwrite(&self.values, 0, bytes)?)
     }
 

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! All pages of a sequence are taken when it joins, and returned when it leaves. A step reads only its page table, tokens and
-//! positions from the host, so one graph per number of rows serves all sequences, whichever they are. Rows are rounded up, and
-//! those without a sequence write to page 0, which is nobody's.
+//! positions from the host, so one graph per number of rows serves all sequences. Rows are rounded up, and those without a
+//! sequence write to page 0, which no sequence has.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,7 +26,7 @@ use crate::{DecoderConfig, Error, KvFormat};
 
 /// Positions per page.
 const PAGE: usize = 64;
-/// Most tokens of prompts that pass together.
+/// Most tokens of prompts with a common prefill.
 pub const MOST_PACKED: usize = CHUNK;
 
 /// Keys and values of sequences in pages, for every layer, with the tokens that they belong to.
@@ -396,13 +396,13 @@ impl Decoder {
         Ok(rehearsal.ctx.rehearsed())
     }
 
-    /// Returns true if a prompt of this length passes with others. A longer one passes in chunks, and reads its keys from the
-    /// cache, as every prompt does if the cache rounds them to bytes.
+    /// Returns true if a prompt of this length has its prefill with others. A longer one has it in chunks, and reads its keys from
+    /// the cache, as every prompt does if the cache rounds them to bytes.
     fn packs(&self, length: usize) -> bool {
         self.kv == KvFormat::Float && length <= MOST_PACKED
     }
 
-    /// Returns how many of the next prompts pass together.
+    /// Returns how many of the next prompts have their prefill together.
     fn packed(&self, prompts: &[&[u32]]) -> usize {
         let mut rows = 0;
         let fits = |own: &&&[u32]| {
@@ -437,7 +437,7 @@ impl Decoder {
                 from = to;
             }
         }
-        // Without completions the prompt runs for nobody.
+        // A prompt without completions has no result.
         last.ok_or(Error::Step { batch: 0, tokens: Vec::new() })
     }
 

@@ -1,4 +1,4 @@
-//! Losses of policy gradients and their gradients, beside trl.
+//! Losses of policy gradients and their gradients, compared with trl's.
 
 use burn::tensor::{Device, Tensor};
 use checkpoint::Checkpoint;

@@ -80,6 +80,16 @@ fn a_policy_is_trained_saved_and_resumed() {
             &[&own, &["--output", &half, "--steps", "3", "--resume", &half][..]].concat(),
         );
         assert!(!done && text.contains("data: "), "{kind:?}: other data: {text}");
+        if kind[0] == "--full" {
+            let reference = Path::new(&half).join("flashover_reference.bin");
+            let whole = fs::read(&reference).expect("it is saved");
+            for damaged in [&whole[..1000], &[&[whole[0] ^ 1], &whole[1..]].concat()] {
+                fs::write(&reference, damaged).expect("written");
+                let (done, text) = of(&half, "3", &["--resume", &half]);
+                assert!(!done && text.contains("it is damaged, or of another save"), "{text}");
+            }
+            fs::write(&reference, whole).expect("written");
+        }
         // An adapter's folder has no model.
         let (done, text) = of(&half, "3", &["--resume", &half]);
         assert!(done && text.contains("the run continues after batch 2"), "{text}");
@@ -114,13 +124,13 @@ fn mistakes_are_named() {
     let broken = dir.path().join("broken.jsonl");
     fs::write(&broken, "{\"prompt\": \"a\"}\n{\"prompt\": 3}\n").expect("written");
     let broken = broken.display().to_string();
-    refused(&["--data", &broken, "--reward", "json"], "line 2: expected `prompt` or `messages`");
+    refused(&["--data", &broken, "--reward", "json"], "line 2: `prompt` is no text");
     refused(&["--data", "/nowhere.jsonl", "--reward", "json"], "/nowhere.jsonl");
     let dead = with(&[]);
     let dead = [&dead[..2], &["--reward", "cmd:exit 3", "--steps", "1"]].concat();
     refused(
         &dead,
-        "no completion of the step has a reward; the first fault: prompt of line 1: the command ended: exit status: 3",
+        "the first fault is of cmd:exit 3 for the prompt of line 1: the command ended: exit status: 3",
     );
     assert!(!Path::new(&output).join("adapter_config.json").exists());
 }

@@ -23,6 +23,9 @@ pub struct GrpoPrompt {
     pub fields: Map<String, Value>,
 }
 
+/// Fields that a reward command gets from a completion.
+const RESERVED: [&str; 5] = ["id", "completion", "tokens", "truncated", "line"];
+
 /// Prompts of a file: one JSON object a line, with `prompt` (a text) or `messages`, and other fields for rewards.
 #[derive(Debug, Clone)]
 pub struct Prompts {
@@ -35,11 +38,12 @@ impl Prompts {
     /// Reads a file, and encodes each prompt as the folder's model reads it.
     ///
     /// # Errors
-    /// [`GrpoError::Data`] for a file that cannot be read or has no prompt, and for a line that is none.
+    /// [`GrpoError::File`] for a file that cannot be read or is empty; [`GrpoError::Data`] for a line without a prompt.
     pub fn open(path: impl AsRef<Path>, folder: &ModelFolder) -> Result<Self, GrpoError> {
         let path = path.as_ref().to_owned();
         let fault = |line: usize, why: String| GrpoError::Data { path: path.clone(), line, why };
-        let text = fs::read_to_string(&path).map_err(|why| fault(0, why.to_string()))?;
+        let file = |why: String| GrpoError::File { path: path.clone(), why };
+        let text = fs::read_to_string(&path).map_err(|why| file(why.to_string()))?;
         let mut hash = Fnv1a::new();
         text.bytes().for_each(|byte| hash.add(byte));
         let mut all = Vec::new();
@@ -50,23 +54,38 @@ impl Prompts {
             let Value::Object(mut fields) = value else {
                 return Err(fault(line_of, "expected an object".to_owned()));
             };
-            let encoded = match (fields.remove("prompt"), fields.remove("messages")) {
+            if let Some(name) = RESERVED.iter().find(|name| fields.contains_key(**name)) {
+                return Err(fault(line_of, format!("the field `{name}` is that of a completion")));
+            }
+            // Rewards see the messages, too.
+            let encoded = match (fields.remove("prompt"), fields.get("messages")) {
                 (Some(Value::String(text)), None) => {
                     folder.encode(&text).map(|tokens| (tokens, text))
                 }
                 (None, Some(messages)) => {
-                    let messages: Vec<Message> = serde_json::from_value(messages)
+                    let messages: Vec<Message> = serde_json::from_value(messages.clone())
                         .map_err(|why| fault(line_of, why.to_string()))?;
                     let text = messages.last().map_or_else(String::new, |own| own.content.clone());
                     folder.encode_chat(&messages).map(|tokens| (tokens, text))
                 }
-                _ => return Err(fault(line_of, "expected `prompt` or `messages`".to_owned())),
+                (Some(_), Some(_)) => {
+                    return Err(fault(line_of, "it has both `prompt` and `messages`".to_owned()));
+                }
+                (Some(_), None) => {
+                    return Err(fault(line_of, "`prompt` is no text".to_owned()));
+                }
+                (None, None) => {
+                    return Err(fault(line_of, "expected `prompt` or `messages`".to_owned()));
+                }
             };
             let (tokens, text) = encoded.map_err(|why| fault(line_of, why.to_string()))?;
+            if tokens.is_empty() {
+                return Err(fault(line_of, "the prompt has no tokens".to_owned()));
+            }
             all.push(GrpoPrompt { tokens, text, line: line_of, fields });
         }
         if all.is_empty() {
-            return Err(fault(0, "the file has no prompts".to_owned()));
+            return Err(file("it has no prompts".to_owned()));
         }
         Ok(Self { path, fingerprint: format!("{:016x}", hash.value()), all })
     }

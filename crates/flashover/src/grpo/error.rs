@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::rewards::RewardError;
+use super::report::RewardFault;
 use crate::engine::GenerateError;
 use crate::memory::PlanError;
 use crate::train::TrainError;
@@ -19,11 +19,12 @@ pub enum GrpoError {
     Train(Box<TrainError>),
     /// A prompt is longer than the context less a completion.
     #[error(
-        "the prompt of line {line} has {tokens} tokens, and {room} are left of the context of {context} by completions\nhint: use \
-         a shorter prompt or fewer --max-new-tokens"
+        "{} has {tokens} tokens, and at most {room} fit: the context of {context} less a completion\nhint: use a shorter prompt or \
+         fewer --max-new-tokens",
+        prompt(*line)
     )]
     Prompt {
-        /// Line of the prompt in its file.
+        /// Line of the prompt in its file; 0 for one of no file.
         line: usize,
         /// Tokens of the prompt.
         tokens: usize,
@@ -39,14 +40,10 @@ pub enum GrpoError {
     Empty,
     /// No completion of a step has a reward.
     #[error(
-        "no completion of the step has a reward; the first fault: prompt of line {line}: {why}"
+        "no completion of the batch has a reward; the first fault is of {} for {}: {}\nhint: run the reward by hand on that prompt",
+        .0.function, prompt(.0.line), .0.why
     )]
-    NoReward {
-        /// Line of the prompt.
-        line: usize,
-        /// Its fault.
-        why: RewardError,
-    },
+    NoReward(Box<RewardFault>),
     /// A reward command does not start.
     #[error("cannot start `{command}`: {why}\nhint: check the command of --reward")]
     Command {
@@ -55,12 +52,26 @@ pub enum GrpoError {
         /// The error of the system.
         why: std::io::Error,
     },
-    /// A description of a reward that is none.
+    /// A text that names no reward.
     #[error(
-        "expected a reward, got `{0}`\nhint: use exact, regex:PATTERN, length:TOKENS, json or cmd:COMMAND"
+        "expected a reward, got `{text}`{}\nhint: use exact, regex:PATTERN, length:TOKENS, json or cmd:COMMAND",
+        .why.as_ref().map_or_else(String::new, |why| format!(": {why}"))
     )]
-    Reward(String),
-    /// A line of the data is no prompt.
+    Reward {
+        /// The text.
+        text: String,
+        /// The problem of a pattern.
+        why: Option<String>,
+    },
+    /// A file of prompts that cannot be read, or has none.
+    #[error("{}: {why}\nhint: name a file of JSON lines with --data", .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        why: String,
+    },
+    /// A line of the data without a prompt.
     #[error(
         "{}: line {line}: {why}\nhint: write {{\"prompt\": ..}} or {{\"messages\": [..]}}, and other fields for rewards",
         .path.display()
@@ -73,6 +84,13 @@ pub enum GrpoError {
         /// The problem.
         why: String,
     },
+}
+
+fn prompt(line: usize) -> String {
+    match line {
+        0 => "a prompt".to_owned(),
+        line => format!("the prompt of line {line}"),
+    }
 }
 
 impl From<GenerateError> for GrpoError {

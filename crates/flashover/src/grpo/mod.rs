@@ -37,7 +37,10 @@ pub use error::GrpoError;
 pub use models::{KlFactor, Level, LossKind};
 pub use options::{Correction, GrpoOptions, ReferencePlace};
 pub use plan::GrpoPlan;
-pub use report::{LogRatio, Phase, Phases, Report, RewardFault, RewardReport, Sample};
+pub use report::{
+    DrawingReport, LearningReport, LogRatio, Phase, Phases, Report, RewardFault, RewardReport,
+    Sample,
+};
 pub use rewards::{Command, Reward, RewardError, Rule, Score, Scored, parse_reward};
 
 /// A reward function, and the factor of its scores.
@@ -91,8 +94,11 @@ struct Learned {
     tokens: Vec<u32>,
     /// Tokens of the prompt.
     from: usize,
+    #[serde(with = "state::double")]
     advantage: f64,
+    #[serde(with = "state::double")]
     weight: f64,
+    #[serde(with = "state::double")]
     entropy_weight: f64,
     /// ln p of each token, as it was drawn, and in the policy before the first update.
     #[serde(with = "state::bits")]
@@ -187,8 +193,8 @@ impl Grpo {
         self.batch.is_some()
     }
 
-    /// Reserves memory for batches of `prompts` prompts of these lengths in tokens, whichever come together. A batch that needs more
-    /// reserves it itself.
+    /// Reserves memory for each batch of `prompts` prompts with lengths from this list, in tokens. A batch that needs more reserves
+    /// it itself.
     ///
     /// # Errors
     /// [`GrpoError::Train`] if it does not fit on the device; [`GrpoError::Generate`] for a prompt longer than the context less a
@@ -197,8 +203,8 @@ impl Grpo {
         let (group, most) = (self.options.group, self.options.max_new_tokens);
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let capacity = longest + most;
-        let passes = self.options.micro_batch.min(prompts * group);
-        self.trainer.reserve(&Workload::new(passes, capacity))?;
+        let micro_batch = self.options.micro_batch.min(prompts * group);
+        self.trainer.reserve(&Workload::new(micro_batch, capacity))?;
         // The largest prompts, each as often as it may be in a batch.
         let mut each: Vec<usize> =
             lengths.iter().map(|own| PagedCache::pages(*own, group, own + most)).collect();
@@ -249,9 +255,9 @@ impl Grpo {
         }
         let lengths: Vec<usize> = prompts.iter().map(|own| own.tokens.len()).collect();
         self.reserve(prompts.len(), &lengths)?;
-        if self.options.renew_reference.is_some_and(|every| self.drawn.is_multiple_of(every as u64))
-        {
-            self.reference.renew(&mut self.trainer)?;
+        let renews = |every: usize| self.drawn > 0 && self.drawn.is_multiple_of(every as u64);
+        if self.options.renew_reference.is_some_and(renews) {
+            self.reference.renew(&self.trainer)?;
         }
         let begin = Stopwatch::start();
         let groups = self.sample(prompts)?;
@@ -259,13 +265,17 @@ impl Grpo {
         let flops = self.sample_flops(prompts, &groups);
         let sample = Phase::new(&begin, tokens, [flops; 2]);
         let mut phases = Phases { sample, ..Phases::default() };
-        self.drawn += 1;
 
         let begin = Stopwatch::start();
         let (mut report, advantages) = self.scored(prompts, &groups)?;
+        self.drawn += 1;
         phases.reward = Phase::new(&begin, groups.len() * self.options.group, [0; 2]);
         let mut batch = self.learned(prompts, &groups, &advantages);
-        if batch.is_empty() {
+        let drawing = report.drawing.as_mut().expect("it was just sampled");
+        drawing.learned = batch.len();
+        if drawing.reward.is_none() {
+            log::warn!("nothing is learned from the batch: no completion has a score");
+        } else if batch.is_empty() {
             log::warn!(
                 "nothing is learned from the batch: the rewards of each group are equal, or its completions are masked\nhint: use \
                  harder or easier prompts, a higher --temperature, a larger --group, or longer completions"
@@ -290,7 +300,6 @@ impl Grpo {
             phases.old = self.measuring(&begin, &examples);
         }
         report.phases = phases;
-        report.learned = batch.len();
         self.batch = (!batch.is_empty()).then_some(Drawn { completions: batch, updates: 0 });
         Ok(report)
     }
@@ -433,8 +442,7 @@ impl Grpo {
             each.push(RewardReport::new(name.clone(), &values));
         }
         if scores.iter().flatten().all(Option::is_none) && !faults.is_empty() {
-            let RewardFault { line, why, .. } = faults.remove(0);
-            return Err(GrpoError::NoReward { line, why });
+            return Err(GrpoError::NoReward(Box::new(faults.remove(0))));
         }
         for RewardFault { function, line, prompt, why } in &faults {
             let prompt: String = prompt.chars().take(60).collect();
@@ -444,7 +452,7 @@ impl Grpo {
         }
         let weights: Vec<f64> = self.rewards.iter().map(|own| own.weight).collect();
         let advantages = Advantages::new(&scores, &weights, self.options.group, self.options.scale);
-        let report = Report::new(self.drawn, &completions, &advantages, each, faults);
+        let report = Report::new(self.drawn + 1, &completions, &advantages, each, faults);
         Ok((report, advantages))
     }
 

@@ -1,12 +1,13 @@
 //! Options of GRPO.
 
 use models::{Bound, KlFactor, Level, LossKind, PolicyRule};
+use serde_json::{Map, Value, json};
 
 use super::{GrpoError, Scale};
 use crate::engine::Sampling;
 use crate::train::TrainError;
 
-/// Options of GRPO. The defaults are those of trl 1.16, but for the length of completions and the factor of the KL estimate.
+/// Options of GRPO. The defaults are those of trl 1.16, except the length of completions and the factor of the KL estimate.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GrpoOptions {
     /// Completions of each prompt.
@@ -31,13 +32,13 @@ pub struct GrpoOptions {
     pub beta: f64,
     /// Factor of a token in its estimate.
     pub kl: KlFactor,
-    /// Deviation that divides advantages.
+    /// Standard deviation that normalises advantages.
     pub scale: Scale,
     /// Steps of the optimizer on each batch of completions.
     pub updates: usize,
-    /// Factor of the mean entropy, which the loss falls by.
+    /// Coefficient of the entropy bonus.
     pub entropy: f64,
-    /// True to learn nothing from completions that ended because they were too long.
+    /// True to learn nothing from truncated completions.
     pub mask_truncated: bool,
     /// Correction of tokens for the difference between the distribution that they were drawn from and that which is trained.
     pub correction: Option<Correction>,
@@ -45,7 +46,7 @@ pub struct GrpoOptions {
     pub reference: ReferencePlace,
     /// Batches after which the present weights become the reference; none for never.
     pub renew_reference: Option<usize>,
-    /// Completions that pass through the model together when it learns.
+    /// Completions of a micro-batch: those of one forward and backward pass.
     pub micro_batch: usize,
 }
 
@@ -109,7 +110,7 @@ impl Correction {
     pub(super) fn factors(&self, trained: &[f32], drawn: &[f32]) -> Vec<f32> {
         let bounded = |log: f64| match log.exp() {
             factor if factor <= self.most => factor as f32,
-            _ if self.masks => 0.0,
+            factor if self.masks || factor.is_nan() => 0.0,
             _ => self.most as f32,
         };
         let logs =
@@ -141,6 +142,44 @@ impl GrpoOptions {
         }
     }
 
+    /// Returns the options that change a run, by their names on the command line.
+    pub(super) fn named(&self) -> Map<String, Value> {
+        let Sampling { temperature, top_k, top_p, min_p, repetition_penalty, seed } = self.sampling;
+        let correction = self
+            .correction
+            .map(|own| json!([format!("{:?}", own.level).to_lowercase(), own.most, own.masks]));
+        let options = json!({
+            "group": self.group,
+            "max-new-tokens": self.max_new_tokens,
+            "temperature": temperature,
+            "top-k": top_k,
+            "top-p": top_p,
+            "min-p": min_p,
+            "repetition-penalty": repetition_penalty,
+            "seed": seed,
+            "stop-tokens": self.stop_tokens,
+            "loss": self.loss.name(),
+            "ratio": format!("{:?}", self.level).to_lowercase(),
+            "epsilon": self.epsilon,
+            "epsilon-high": self.epsilon_high,
+            "delta": self.delta,
+            "beta": self.beta,
+            "kl": format!("{:?}", self.kl).to_lowercase(),
+            "scale": format!("{:?}", self.scale).to_lowercase(),
+            "updates": self.updates,
+            "entropy": self.entropy,
+            "mask-truncated": self.mask_truncated,
+            "correction": correction,
+            "reference": format!("{:?}", self.reference).to_lowercase(),
+            "renew-reference": self.renew_reference,
+            "micro-batch": self.micro_batch,
+        });
+        match options {
+            Value::Object(options) => options,
+            _ => unreachable!("an object"),
+        }
+    }
+
     /// Returns true if ratios need the log-probabilities before the first update.
     pub(super) fn needs_old(&self) -> bool {
         self.updates > 1 || self.correction.is_some()
@@ -150,6 +189,7 @@ impl GrpoOptions {
     /// [`TrainError::Option`] and [`GenerateError::Sampling`](crate::GenerateError::Sampling) for a number out of range.
     pub fn check(&self) -> Result<(), GrpoError> {
         const ABOVE: &str = "above 0";
+        const MOST: usize = 65_536;
         let finite = |value: f64| (value as f32).is_finite();
         let above = |value: f64| finite(value) && value > 0.0;
         let least = |value: f64| finite(value) && value >= 0.0;
@@ -164,14 +204,14 @@ impl GrpoOptions {
             (
                 "group",
                 count(self.group),
-                self.group >= 2,
-                "of 2 or more: a completion is compared with others of its prompt",
+                (2..=MOST).contains(&self.group),
+                "from 2 to 65536: a completion is compared with others of its prompt",
             ),
             (
                 "max-new-tokens",
                 count(self.max_new_tokens),
-                self.max_new_tokens >= 1,
-                "of 1 or more",
+                (1..=1 << 30).contains(&self.max_new_tokens),
+                "from 1 to 2^30",
             ),
             ("temperature", temperature, above(temperature), ABOVE),
             ("epsilon", self.epsilon, (0.0..1.0).contains(&self.epsilon), "from 0 to below 1"),
@@ -190,7 +230,7 @@ impl GrpoOptions {
             ),
             ("beta", self.beta, least(self.beta), "of 0 or more"),
             ("entropy", self.entropy, finite(self.entropy), "within f32"),
-            ("updates", count(self.updates), self.updates >= 1, "of 1 or more"),
+            ("updates", count(self.updates), (1..=MOST).contains(&self.updates), "from 1 to 65536"),
             ("correction-max", most, above(most), ABOVE),
             ("renew-reference", count(renew), renew >= 1, "of 1 or more"),
             ("micro-batch", count(self.micro_batch), self.micro_batch >= 1, "of 1 or more"),
@@ -200,5 +240,34 @@ impl GrpoOptions {
             Some((name, value, _, range)) => Err(TrainError::Option { name, value, range }.into()),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn corrections_are_bounded_ratios() {
+        let ln = f32::ln;
+        let trained = [ln(0.5), ln(0.6), ln(0.1), f32::NAN];
+        let drawn = [ln(0.25), ln(0.1), ln(0.4), ln(0.5)];
+        let of = |level, masks| Correction { level, most: 2.5, masks }.factors(&trained, &drawn);
+        let near = |have: &[f32], want: &[f32]| {
+            assert!(
+                have.iter().zip(want).all(|(have, want)| (have - want).abs() < 1e-6),
+                "{have:?}"
+            );
+        };
+        near(&of(Level::Token, false), &[2.0, 2.5, 0.25, 0.0]);
+        near(&of(Level::Token, true), &[2.0, 0.0, 0.25, 0.0]);
+        // The product of all is 2 * 6 * 0.25 = 3.
+        let three = |masks| {
+            let correction = Correction { level: Level::Sequence, most: 2.5, masks };
+            correction.factors(&trained[..3], &drawn[..3])
+        };
+        near(&three(false), &[2.5; 3]);
+        near(&three(true), &[0.0; 3]);
+        near(&of(Level::Sequence, false), &[0.0; 4]);
     }
 }

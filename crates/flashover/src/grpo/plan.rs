@@ -25,7 +25,7 @@ impl GrpoPlan {
         state.into_iter().chain(kept).fold(0, u64::saturating_add)
     }
 
-    /// Returns the peak bytes of sampling, and of everything that passes micro-batches: reference, old and learning.
+    /// Returns the peak bytes of sampling, and of the phases in micro-batches: reference, old and learning.
     pub fn peaks(&self) -> [u64; 2] {
         [&self.sample, &self.learn].map(|own| {
             let transient = own.activations_bytes.saturating_add(own.workspace_bytes);

@@ -35,17 +35,11 @@ impl Reference {
     }
 
     /// Takes the present weights.
-    pub(super) fn renew(&mut self, trainer: &mut Trainer) -> Result<(), GrpoError> {
-        match self {
-            Self::Absent | Self::Base => {}
-            Self::Device { .. } => {
-                // Gone before the new copy comes.
-                *self = Self::Absent;
-                *self = Self::copy(trainer)?;
-            }
-            Self::Host(copy) => *copy = trainer.weights_on_host()?,
+    pub(super) fn renew(&mut self, trainer: &Trainer) -> Result<(), GrpoError> {
+        match self.is_copy() {
+            true => self.restore(trainer.weights_on_host()?),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     /// Returns true if it is a copy of weights.

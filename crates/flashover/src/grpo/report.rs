@@ -12,7 +12,7 @@ use crate::train::StepMetrics;
 pub struct Phase {
     /// Seconds.
     pub seconds: f64,
-    /// Tokens of completions that passed; completions, for rewards.
+    /// Tokens of completions; for rewards, completions.
     pub tokens: usize,
     /// Operations that the model needs, with those for prompts.
     pub model_flops: u64,
@@ -72,20 +72,22 @@ impl Phases {
 pub struct RewardReport {
     /// Its name.
     pub name: String,
-    /// Mean of the scores.
-    pub mean: f64,
-    /// Deviation of the scores.
-    pub deviation: f64,
+    /// Mean of the scores; none without a score.
+    pub mean: Option<f64>,
+    /// Standard deviation of the scores.
+    pub deviation: Option<f64>,
     /// Completions with a score.
     pub scored: usize,
 }
 
 impl RewardReport {
     pub(super) fn new(name: String, values: &[f64]) -> Self {
-        let count = values.len().max(1) as f64;
-        let mean = values.iter().sum::<f64>() / count;
-        let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
-        let deviation = (squares / (count - 1.0).max(1.0)).sqrt();
+        let count = values.len() as f64;
+        let mean = (!values.is_empty()).then(|| values.iter().sum::<f64>() / count);
+        let deviation = mean.map(|mean| {
+            let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+            (squares / (count - 1.0).max(1.0)).sqrt()
+        });
         Self { name, mean, deviation, scored: values.len() }
     }
 }
@@ -130,31 +132,53 @@ pub struct LogRatio {
     pub largest: f64,
 }
 
-/// Numbers of a batch.
+/// Numbers of a batch. Those of a part that did not happen are absent.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// Number of the batch, from 1.
     pub batch: u64,
-    /// Steps of the optimizer so far.
-    pub step: usize,
-    /// Mean of the completions' rewards: sums of weighted scores.
-    pub reward: f64,
-    /// Their deviation.
-    pub reward_deviation: f64,
+    /// Completions and their rewards; none for a batch that was sampled before the run was resumed.
+    #[serde(flatten)]
+    pub drawing: Option<DrawingReport>,
+    /// Updates; none if there was none.
+    #[serde(flatten)]
+    pub learning: Option<LearningReport>,
+    /// Time by phase.
+    pub phases: Phases,
+    /// Completions without a score.
+    pub faults: Vec<RewardFault>,
+    /// The completion with the highest reward, and that with the lowest.
+    pub samples: Vec<Sample>,
+}
+
+/// Completions of a batch.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DrawingReport {
+    /// Mean of the completions' rewards: sums of weighted scores. None if no completion has a score.
+    pub reward: Option<f64>,
+    /// Their standard deviation.
+    pub reward_deviation: Option<f64>,
     /// Scores by function.
     pub rewards: Vec<RewardReport>,
     /// Groups whose rewards are all equal, which have no gradient.
     pub equal_groups: usize,
-    /// Mean tokens of a completion, the least and the most.
+    /// Mean tokens of a completion.
     pub length: f64,
     /// Fewest tokens of a completion.
     pub shortest: usize,
     /// Most tokens of a completion.
     pub longest: usize,
-    /// Share of the completions that ended because they were too long.
+    /// Share of the completions that are truncated.
     pub truncated: f64,
     /// Completions that are learned from.
     pub learned: usize,
+}
+
+/// Updates on a batch.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LearningReport {
+    /// Steps of the optimizer so far.
+    pub step: usize,
     /// Loss of the last update.
     pub loss: f64,
     /// Norm of its gradient, before clipping.
@@ -164,15 +188,9 @@ pub struct Report {
     /// Mean of the estimates of the KL divergence from the reference, before the first update; none without a reference.
     pub kl: Option<f64>,
     /// Mean entropy of the learned tokens' distributions before the first update, in nats.
-    pub entropy: f64,
+    pub entropy: Option<f64>,
     /// Difference between trainer and sampler before the first update.
-    pub log_ratio: LogRatio,
-    /// Time by phase.
-    pub phases: Phases,
-    /// Completions without a score.
-    pub faults: Vec<RewardFault>,
-    /// The completion with the highest reward, and that with the lowest.
-    pub samples: Vec<Sample>,
+    pub log_ratio: Option<LogRatio>,
 }
 
 impl Report {
@@ -197,9 +215,7 @@ impl Report {
             completion: completions[*at].completion.to_owned(),
             reward: advantages.rewards[*at],
         };
-        Self {
-            batch,
-            step: 0,
+        let drawing = DrawingReport {
             reward: mean,
             reward_deviation: deviation,
             rewards,
@@ -209,32 +225,34 @@ impl Report {
             longest: lengths().max().unwrap_or(0),
             truncated: completions.iter().filter(|own| own.truncated).count() as f64 / count,
             learned: 0,
-            loss: 0.0,
-            gradient: 0.0,
-            learning_rate: 0.0,
-            kl: None,
-            entropy: 0.0,
-            log_ratio: LogRatio::default(),
-            phases: Phases::default(),
-            faults,
-            samples: ends.map(sample).collect(),
-        }
+        };
+        let samples = ends.map(sample).collect();
+        Self { drawing: Some(drawing), faults, samples, ..Self::resumed(batch) }
     }
 
-    /// Returns the report of a batch that was drawn before the run was resumed: it has the numbers of its updates alone.
+    /// Returns the report of a batch that was sampled before the run was resumed.
     pub fn resumed(batch: u64) -> Self {
-        let none = Advantages { values: Vec::new(), rewards: Vec::new(), equal_groups: 0 };
-        Self::new(batch, &[], &none, Vec::new(), Vec::new())
+        Self {
+            batch,
+            drawing: None,
+            learning: None,
+            phases: Phases::default(),
+            faults: Vec::new(),
+            samples: Vec::new(),
+        }
     }
 
     /// Takes the numbers of an update.
     pub(super) fn take(&mut self, sums: &Sums, metrics: StepMetrics, update: usize) {
         let StepMetrics { step, loss, gradient, learning_rate, .. } = metrics;
-        (self.step, self.loss, self.gradient) = (step, loss, gradient);
-        self.learning_rate = learning_rate;
-        if update == 1 {
-            (self.kl, self.entropy, self.log_ratio) = (sums.kl(), sums.entropy(), sums.log_ratio());
-        }
+        let before = self.learning.take();
+        let (kl, entropy, log_ratio) = match (update, before) {
+            (1, _) => (sums.kl(), Some(sums.entropy()), Some(sums.log_ratio())),
+            (_, Some(before)) => (before.kl, before.entropy, before.log_ratio),
+            (_, None) => (None, None, None),
+        };
+        self.learning =
+            Some(LearningReport { step, loss, gradient, learning_rate, kl, entropy, log_ratio });
     }
 }
 

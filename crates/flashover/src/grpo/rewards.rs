@@ -3,20 +3,26 @@
 //! A command is started once for each worker, and gets one line for each completion:
 //!
 //! ```text
-//! {"prompt": "2+2=", "completion": "4", "tokens": 1, "truncated": false, "line": 7, "answer": "4"}      fields of its line too
+//! {"id": 3, "prompt": "2+2=", "completion": "4", "tokens": 1, "truncated": false, "line": 7, "answer": "4"}   fields of its line too
 //! {"reward": 1.0}                                              its answer, on one line; null if it scores nothing
 //! ```
+//!
+//! An answer may repeat the `id`, which then has to be that of the question.
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command as System, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+#[cfg(unix)]
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command as System, Stdio};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use fancy_regex::Regex;
 use rayon::prelude::*;
+#[cfg(unix)]
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Map, Value, json};
 
 use super::GrpoError;
@@ -46,20 +52,23 @@ pub enum RewardError {
     #[error("the reward is {0}, which is not a finite number")]
     NotFinite(f64),
     /// The line has no field that the reward needs.
-    #[error("the line has no text `{0}`, which the reward compares with")]
+    #[error("the line has no text or number `{0}`, which the reward compares with")]
     NoField(String),
     /// A pattern took too long.
     #[error("the pattern cannot be matched: {0}")]
     Pattern(String),
-    /// A command gave no answer in time. It is started anew.
+    /// A command gave no answer in time. It is restarted.
     #[error("the command gave no reward within {0:?}")]
     Late(Duration),
-    /// A command ended. It is started anew.
+    /// A command ended. It is restarted.
     #[error("the command ended: {0}")]
     Dead(String),
-    /// A command's answer is no reward.
+    /// A command's answer is no reward. It is restarted.
     #[error("expected a line such as {{\"reward\": 1.0}}, got {0}")]
     NotJson(String),
+    /// A command wrote a line that answers no completion, or another one. It is restarted.
+    #[error("expected one line of output for each completion, got also {0}")]
+    Surplus(String),
 }
 
 /// Score of a completion; none if the function does not score it.
@@ -107,9 +116,12 @@ impl Reward for Rule {
         let truth = |holds: bool| f64::from(u8::from(holds));
         Ok(Some(match self {
             Self::Exact(field) => {
-                let want = own.fields.get(field).and_then(Value::as_str);
-                let want = want.ok_or_else(|| RewardError::NoField(field.clone()))?;
-                truth(own.completion.trim() == want.trim())
+                let want = match own.fields.get(field) {
+                    Some(Value::String(text)) => text.trim().to_owned(),
+                    Some(Value::Number(number)) => number.to_string(),
+                    _ => return Err(RewardError::NoField(field.clone())),
+                };
+                truth(own.completion.trim() == want)
             }
             Self::Regex(pattern) => {
                 let matched = pattern.is_match(own.completion);
@@ -126,19 +138,29 @@ impl Reward for Rule {
 pub struct Command {
     command: String,
     timeout: Duration,
+    /// Questions asked so far.
+    asked: AtomicU64,
     workers: Vec<Mutex<Option<Worker>>>,
 }
 
+/// Late answers in turn after which a worker is asked nothing more of a batch.
+const MOST_LATE: usize = 2;
+
+/// A process, in a process group of its own: it ends with its children, and an interrupt of the terminal is not for it.
 #[derive(Debug)]
 struct Worker {
     process: Child,
-    input: ChildStdin,
+    questions: Sender<String>,
     lines: Receiver<std::io::Result<String>>,
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
         // It may have ended already.
+        #[cfg(unix)]
+        if let Some(group) = Pid::from_raw(self.process.id().cast_signed()) {
+            let _ended = kill_process_group(group, Signal::KILL);
+        }
         let _ended = self.process.kill();
         let _status = self.process.wait();
     }
@@ -146,12 +168,21 @@ impl Drop for Worker {
 
 impl Worker {
     fn start(command: &str) -> std::io::Result<Self> {
-        let mut process = System::new("sh")
-            .args(["-c", command])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let input = process.stdin.take().expect("it is piped");
+        let mut shell = System::new("sh");
+        shell.args(["-c", command]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        #[cfg(unix)]
+        shell.process_group(0);
+        let mut process = shell.spawn()?;
+        let mut input = process.stdin.take().expect("it is piped");
+        let (questions, asked) = channel::<String>();
+        // A full pipe blocks it, and not the one who asks. Ends with the process, or with the worker.
+        thread::spawn(move || {
+            for question in asked {
+                if writeln!(input, "{question}").and_then(|()| input.flush()).is_err() {
+                    break;
+                }
+            }
+        });
         let output = BufReader::new(process.stdout.take().expect("it is piped"));
         let (sender, lines) = channel();
         // Ends with the process, whose output then ends.
@@ -162,16 +193,21 @@ impl Worker {
                 }
             }
         });
-        Ok(Self { process, input, lines })
+        Ok(Self { process, questions, lines })
     }
 
-    fn ask(&mut self, question: &str, timeout: Duration) -> Score {
-        let asked = writeln!(self.input, "{question}").and_then(|()| self.input.flush());
-        if asked.is_err() {
+    /// Returns the score of question `id`.
+    fn ask(&mut self, id: u64, question: String, timeout: Duration) -> Score {
+        if let Ok(line) = self.lines.try_recv() {
+            return Err(RewardError::Surplus(shortened(
+                &line.unwrap_or_else(|why| why.to_string()),
+            )));
+        }
+        if self.questions.send(question).is_err() {
             return Err(self.dead());
         }
         match self.lines.recv_timeout(timeout) {
-            Ok(Ok(line)) => answer(&line),
+            Ok(Ok(line)) => answer(&line, id),
             Ok(Err(why)) => Err(RewardError::NotJson(why.to_string())),
             Err(RecvTimeoutError::Timeout) => Err(RewardError::Late(timeout)),
             Err(RecvTimeoutError::Disconnected) => Err(self.dead()),
@@ -191,10 +227,17 @@ impl Worker {
     }
 }
 
-/// Returns the reward of a line: a number, or an object with one.
-fn answer(line: &str) -> Score {
-    let wrong = || RewardError::NotJson(line.chars().take(200).collect());
+fn shortened(line: &str) -> String {
+    line.chars().take(200).collect()
+}
+
+/// Returns the reward of a line that answers question `id`: a number, or an object with one.
+fn answer(line: &str, id: u64) -> Score {
+    let wrong = || RewardError::NotJson(shortened(line));
     let value: Value = serde_json::from_str(line).map_err(|_| wrong())?;
+    if value.get("id").is_some_and(|own| own.as_u64() != Some(id)) {
+        return Err(RewardError::Surplus(shortened(line)));
+    }
     let reward = match &value {
         Value::Object(fields) => fields.get("reward").ok_or_else(wrong)?,
         other => other,
@@ -219,7 +262,7 @@ impl Command {
                 .map_err(|why| GrpoError::Command { command: command.to_owned(), why })
         };
         let workers = (0..workers.max(1)).map(own).collect::<Result<_, _>>()?;
-        Ok(Self { command: command.to_owned(), timeout, workers })
+        Ok(Self { command: command.to_owned(), timeout, asked: AtomicU64::new(0), workers })
     }
 
     fn ask(&self, worker: &Mutex<Option<Worker>>, completion: &Scored<'_>) -> Score {
@@ -230,17 +273,19 @@ impl Command {
         };
         let mut running = running.map_err(|why| RewardError::Dead(why.to_string()))?;
         let Scored { prompt, completion, tokens, truncated, line, fields } = *completion;
+        let id = self.asked.fetch_add(1, Ordering::Relaxed);
         let mut question = fields.clone();
         question.extend([
+            ("id".to_owned(), id.into()),
             ("prompt".to_owned(), prompt.into()),
             ("completion".to_owned(), completion.into()),
             ("tokens".to_owned(), tokens.len().into()),
             ("truncated".to_owned(), truncated.into()),
             ("line".to_owned(), line.into()),
         ]);
-        let score = running.ask(&json!(question).to_string(), self.timeout);
-        // A late answer would be taken for that of the next completion.
-        if !matches!(score, Err(RewardError::Late(_) | RewardError::Dead(_))) {
+        let score = running.ask(id, json!(question).to_string(), self.timeout);
+        // After a fault its next line may answer another completion.
+        if score.is_ok() {
             *worker = Some(running);
         }
         score
@@ -259,17 +304,24 @@ impl Reward for Command {
         thread::scope(|scope| {
             for worker in &self.workers {
                 scope.spawn(|| {
-                    while let at = next.fetch_add(1, Ordering::Relaxed)
+                    let mut late = 0;
+                    while late < MOST_LATE
+                        && let at = next.fetch_add(1, Ordering::Relaxed)
                         && let Some(completion) = completions.get(at)
                     {
-                        let score = self.ask(worker, completion).and_then(finite);
+                        let score = self.ask(worker, completion);
+                        late =
+                            if matches!(score, Err(RewardError::Late(_))) { late + 1 } else { 0 };
+                        let score = score.and_then(finite);
                         *scores[at].lock().unwrap_or_else(PoisonError::into_inner) = Some(score);
                     }
                 });
             }
         });
+        // Without a score if all workers were late too often.
         let taken = |score: Mutex<Option<Score>>| {
-            score.into_inner().unwrap_or_else(PoisonError::into_inner).expect("each is asked")
+            let score = score.into_inner().unwrap_or_else(PoisonError::into_inner);
+            score.unwrap_or(Err(RewardError::Late(self.timeout)))
         };
         scores.into_iter().map(taken).collect()
     }
@@ -284,7 +336,7 @@ pub fn parse_reward(
     workers: usize,
     timeout: Duration,
 ) -> Result<Box<dyn Reward>, GrpoError> {
-    let wrong = || GrpoError::Reward(text.to_owned());
+    let wrong = || GrpoError::Reward { text: text.to_owned(), why: None };
     let (kind, rest) = match text.split_once(':') {
         Some((kind, rest)) => (kind, Some(rest)),
         None => (text, None),
@@ -293,7 +345,11 @@ pub fn parse_reward(
         ("exact", field) => Box::new(Rule::Exact(field.unwrap_or("answer").to_owned())),
         ("json", None) => Box::new(Rule::Json),
         ("regex", Some(pattern)) => {
-            Box::new(Rule::Regex(Box::new(Regex::new(pattern).map_err(|_| wrong())?)))
+            let pattern = Regex::new(pattern).map_err(|why| GrpoError::Reward {
+                text: text.to_owned(),
+                why: Some(why.to_string()),
+            });
+            Box::new(Rule::Regex(Box::new(pattern?)))
         }
         ("length", Some(tokens)) => {
             let most = tokens.parse().ok().filter(|most| *most > 0);

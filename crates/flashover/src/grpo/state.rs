@@ -5,16 +5,21 @@ use std::path::Path;
 
 use checkpoint::Staged;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{Drawn, Grpo, GrpoError};
+use crate::fnv::Fnv1a;
 use crate::model_files::{BATCH, REFERENCE};
 use crate::train::TrainError;
 
 #[derive(Serialize, Deserialize)]
 struct State {
+    /// Steps of the trainer that is saved next to it.
+    done: u64,
     drawn: u64,
     batch: Option<Drawn>,
+    /// Hash of the copied reference.
+    reference: Option<u64>,
 }
 
 impl Grpo {
@@ -24,14 +29,20 @@ impl Grpo {
     /// # Errors
     /// [`GrpoError::Train`]; [`TrainError::State`] for files that cannot be written.
     pub fn checkpoint_into(&mut self, folder: &mut Staged, run: &Value) -> Result<(), GrpoError> {
-        let state = State { drawn: self.drawn, batch: self.batch.clone() };
+        let reference = self.reference.on_host()?;
+        let state = State {
+            done: self.trainer.done() as u64,
+            drawn: self.drawn,
+            batch: self.batch.clone(),
+            reference: reference.as_deref().map(hash),
+        };
         let to = folder.path().to_owned();
         let write = |name: &str, bytes: &[u8]| {
             let path = to.join(name);
             fs::write(&path, bytes).map_err(|why| TrainError::State { path, why: why.to_string() })
         };
         write(BATCH, serde_json::to_string(&state).expect("numbers and lists").as_bytes())?;
-        if let Some(bytes) = self.reference.on_host()? {
+        if let Some(bytes) = reference {
             write(REFERENCE, &bytes)?;
         }
         let run = self.run(run);
@@ -42,7 +53,8 @@ impl Grpo {
     /// the adapter of that folder.
     ///
     /// # Errors
-    /// [`GrpoError::Train`] for a folder without a run, other options, or other weights; [`TrainError::State`] for damaged files.
+    /// [`GrpoError::Train`] for a folder without a run, other options, or other weights; [`TrainError::State`] for files that are
+    /// damaged or of another save.
     pub fn resume(&mut self, folder: impl AsRef<Path>, run: &Value) -> Result<(), GrpoError> {
         let folder = folder.as_ref();
         let read = |name: &str| {
@@ -55,12 +67,19 @@ impl Grpo {
             .map_err(|why| TrainError::State { path: folder.join(BATCH), why: why.to_string() })?;
         let run = self.run(run);
         self.trainer.resume(folder, &run)?;
+        let other = |name: &str| {
+            let why = "it is damaged, or of another save".to_owned();
+            TrainError::State { path: folder.join(name), why }
+        };
+        if state.done != self.trainer.done() as u64 {
+            return Err(other(BATCH).into());
+        }
         if self.reference.is_copy() {
             let bytes = read(REFERENCE)?;
-            self.reference.restore(bytes).map_err(|why| TrainError::State {
-                path: folder.join(REFERENCE),
-                why: why.to_string(),
-            })?;
+            if state.reference != Some(hash(&bytes)) {
+                return Err(other(REFERENCE).into());
+            }
+            self.reference.restore(bytes)?;
         }
         (self.drawn, self.batch) = (state.drawn, state.batch);
         Ok(())
@@ -70,7 +89,7 @@ impl Grpo {
     fn run(&self, of_caller: &Value) -> Value {
         let mut run = of_caller.clone();
         if let Some(fields) = run.as_object_mut() {
-            fields.insert("grpo".to_owned(), json!(format!("{:?}", self.options)));
+            fields.extend(self.options.named());
             let rewards = self.rewards.iter().map(|own| format!("{} x {}", own.weight, own.name));
             fields.insert("rewards".to_owned(), rewards.collect::<Vec<_>>().into());
         }
@@ -78,7 +97,36 @@ impl Grpo {
     }
 }
 
-/// Lists of f32 as words, so that they are the same after a save.
+fn hash(bytes: &[u8]) -> u64 {
+    let mut hash = Fnv1a::new();
+    let words = bytes.chunks_exact(8);
+    hash.add(bytes.len() as u64);
+    words.remainder().iter().for_each(|byte| hash.add(*byte));
+    for word in words {
+        hash.add(u64::from_le_bytes(word.try_into().expect("eight bytes")));
+    }
+    hash.value()
+}
+
+/// An f64 as a word, so that it is the same after a save.
+pub(super) mod double {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        value: &f64,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        value.to_bits().serialize(serializer)
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<f64, D::Error> {
+        u64::deserialize(deserializer).map(f64::from_bits)
+    }
+}
+
+/// The same for lists of f32.
 pub(super) mod bits {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use flashover::grpo::{
-    Correction, Grpo, GrpoError, GrpoOptions, GrpoPrompt, Level, ReferencePlace, Rule, Scored,
-    WeightedReward, parse_reward,
+    Correction, DrawingReport, Grpo, GrpoError, GrpoOptions, GrpoPrompt, LearningReport, Level,
+    ReferencePlace, Report, Rule, Scored, WeightedReward, parse_reward,
 };
 use flashover::memory::Workload;
 use flashover::train::{Adapter, FullOptions, LoraOptions, Schedule, Start, TrainOptions, Trainer};
@@ -56,6 +56,10 @@ fn even(own: &Scored<'_>) -> Option<f64> {
     Some(own.tokens.iter().filter(|id| **id % 2 == 0).count() as f64)
 }
 
+fn parts(report: Report) -> (DrawingReport, LearningReport) {
+    (report.drawing.expect("it was sampled"), report.learning.expect("it was learned"))
+}
+
 fn greedy(engine: &Engine) -> Vec<u32> {
     let request = Request { max_new_tokens: Some(8), stop_tokens: Vec::new(), ..engine.request() };
     let all = engine.generate_batch(&[[5, 6, 7]], 1, &request).expect("it answers");
@@ -80,15 +84,17 @@ fn a_policy_draws_what_it_trains() {
         let mut grpo = Grpo::new(trainer, vec![even.into()], options).expect("valid");
         for batch in 1..=3 {
             let report = grpo.step(&prompts()).expect("it learns");
-            assert_eq!((report.batch, report.step), (batch, batch as usize * updates), "{name}");
-            assert_eq!((report.longest, report.truncated), (6, 1.0));
-            let gap = report.log_ratio.largest;
+            assert_eq!(report.batch, batch, "{name}");
+            let (drawing, learning) = parts(report);
+            assert_eq!(learning.step, batch as usize * updates, "{name}");
+            assert_eq!((drawing.longest, drawing.truncated), (6, 1.0));
+            let gap = learning.log_ratio.expect("a first update").largest;
             assert!(gap < 1e-5, "{name}, batch {batch}: ln p differs by {gap}");
-            assert_eq!(report.kl.is_some(), kl, "{name}");
-            if let Some(kl) = report.kl {
+            assert_eq!(learning.kl.is_some(), kl, "{name}");
+            if let Some(kl) = learning.kl {
                 assert!(if batch == 1 { kl.abs() < 1e-9 } else { kl > 0.0 }, "{name}: KL {kl}");
             }
-            assert!(report.entropy > 0.0 && report.loss.is_finite(), "{name}");
+            assert!(learning.entropy > Some(0.0) && learning.loss.is_finite(), "{name}");
         }
     }
 }
@@ -113,9 +119,9 @@ fn a_reward_is_learned() {
     while shares.len() < 200 && shares.last() != Some(&1.0) {
         let report = grpo.step(&prompts).expect("it learns");
         // Of 4096 tokens most are less than the last bit of the sum of all.
-        let gap = report.log_ratio.largest;
+        let gap = report.learning.and_then(|own| own.log_ratio).map_or(0.0, |own| own.largest);
         assert!(gap < 1e-5, "ln p differs by {gap}");
-        shares.push(report.reward);
+        shares.push(report.drawing.and_then(|own| own.reward).expect("each has a score"));
     }
     println!("{shares:?}");
     assert!(shares[0] < 0.5, "{shares:?}");
@@ -200,20 +206,28 @@ fn faults_of_rewards_are_named() {
         _ => even(own),
     };
     let report = of(vec![sometimes.into()], small()).step(&prompts()).expect("the others count");
-    assert_eq!((report.faults.len(), report.rewards[0].scored), (2, 4));
+    let drawing = report.drawing.expect("it was sampled");
+    assert_eq!((report.faults.len(), drawing.rewards[0].scored), (2, 4));
     assert!(report.faults.iter().all(|fault| fault.line > 0));
     assert!(report.faults[0].why.to_string().contains("NaN"), "{:?}", report.faults);
 
     let exact: WeightedReward = Rule::Exact("answer".to_owned()).into();
     let none = of(vec![exact], small()).step(&prompts()).expect_err("no line has the field");
     let why = none.to_string();
-    assert!(why.contains("prompt of line 1: the line has no text `answer`"), "{why}");
+    assert!(why.contains("prompt of line 1: the line has no text or number `answer`"), "{why}");
 
     // All scores are equal: nothing is learned, and nothing changes.
     let same = |_: &Scored<'_>| Some(1.0);
     let mut grpo = of(vec![same.into()], small());
     let report = grpo.step(&prompts()).expect("it draws");
-    assert_eq!((report.equal_groups, report.learned, report.step), (2, 0, 0));
+    let drawing = report.drawing.expect("it was sampled");
+    assert_eq!((drawing.equal_groups, drawing.learned, report.learning), (2, 0, None));
+
+    // A batch without a score has no mean.
+    let unscored = |_: &Scored<'_>| None;
+    let report = of(vec![unscored.into()], small()).step(&prompts()).expect("it draws");
+    let drawing = report.drawing.expect("it was sampled");
+    assert_eq!((drawing.reward, drawing.rewards[0].mean), (None, None));
 }
 
 fn scored<'a>(completion: &'a str, fields: &'a Map<String, Value>) -> Scored<'a> {
@@ -222,18 +236,22 @@ fn scored<'a>(completion: &'a str, fields: &'a Map<String, Value>) -> Scored<'a>
 
 #[test]
 fn rewards_of_rules_and_commands() {
-    let Value::Object(fields) = json!({ "answer": " 4 ", "n": 3 }) else { unreachable!() };
+    let Value::Object(fields) = json!({ "answer": " 4 ", "n": 3, "long": "x".repeat(1 << 18) })
+    else {
+        unreachable!()
+    };
     let reward = |text: &str| parse_reward(text, 2, Duration::from_secs(20)).expect("a reward");
     let score = |text: &str, completion: &str| {
         reward(text).score(&scored(completion, &fields)).expect("it scores")
     };
     assert_eq!((score("exact", "4\n"), score("exact", "5")), (Some(1.0), Some(0.0)));
+    assert_eq!((score("exact:n", "3"), score("exact:n", "4")), (Some(1.0), Some(0.0)));
     assert_eq!((score("regex:^a.c$", "abc"), score("regex:^a.c$", "abcd")), (Some(1.0), Some(0.0)));
     assert_eq!((score("length:3", ""), score("length:2", "")), (Some(1.0), Some(0.5)));
     assert_eq!((score("json", "[1]"), score("json", "[1")), (Some(1.0), Some(0.0)));
     for wrong in ["", "exactly", "regex", "regex:(", "length:0", "length:x", "cmd:", "json:1"] {
         let why = parse_reward(wrong, 1, Duration::from_secs(1)).err().expect("no reward");
-        assert!(matches!(why, GrpoError::Reward(_)), "{wrong}: {why}");
+        assert!(matches!(why, GrpoError::Reward { .. }), "{wrong}: {why}");
     }
     // It answers with the line's number, and with the completion's length in characters.
     let length = r#"sed -u 's/.*"completion":"\([^"]*\)".*/{"reward": \1}/'"#;
@@ -256,14 +274,54 @@ fn rewards_of_rules_and_commands() {
     let some = faults(&format!("cmd:{length}"), Duration::from_secs(20));
     assert_eq!((&*some[0], &*some[1], &*some[3]), ("Some(1.0)", "None", "Some(2.0)"));
     assert!(some[2].contains(r#"got {"reward": x}"#), "{some:?}");
-    // It ends after one line, and is started anew.
+    // It ends after one line, and is restarted.
     let dead = faults("cmd:read line; echo 1.5; exit 4", Duration::from_secs(20));
     assert_eq!((&*dead[0], &*dead[2]), ("Some(1.5)", "Some(1.5)"));
     assert!(dead[1].contains("the command ended: exit status: 4"), "{dead:?}");
+    // It does not even read: the long field fills its input.
     let late = faults("cmd:sleep 60", Duration::from_millis(50));
     assert!(late.iter().all(|own| own == "the command gave no reward within 50ms"), "{late:?}");
     let none = faults("cmd:exit 3", Duration::from_secs(20));
     assert!(none.iter().all(|own| own.contains("exit status: 3")), "{none:?}");
+    // Lines that answer nothing do not become the scores of others.
+    let begins =
+        faults("cmd:echo loading; while read line; do echo 1; done", Duration::from_secs(20));
+    assert!(begins.iter().all(|own| own.ends_with("loading")), "{begins:?}");
+    let twice = "cmd:while read line; do printf '1\\n2\\n'; done";
+    let twice = faults(twice, Duration::from_secs(20));
+    assert!(twice.iter().all(|own| own == "Some(1.0)" || own.ends_with("got also 2")), "{twice:?}");
+    assert!(twice[1].ends_with("got also 2"), "{twice:?}");
+    let other = faults(
+        r#"cmd:while read line; do echo '{"id": 1, "reward": 5}'; done"#,
+        Duration::from_secs(20),
+    );
+    assert!(other[0].contains("got also") && other[1] == "Some(5.0)", "{other:?}");
+}
+
+/// A renewed reference is the policy itself: the divergence is 0 again, and grows from there.
+#[test]
+fn a_reference_is_renewed() {
+    for reference in [ReferencePlace::Device, ReferencePlace::Host] {
+        let options = GrpoOptions { beta: 0.1, reference, renew_reference: Some(2), ..small() };
+        let trainer = full(fixture("llama"), 1e-3);
+        let mut grpo = Grpo::new(trainer, vec![even.into()], options).expect("valid");
+        let mut kl = || parts(grpo.step(&prompts()).expect("it learns")).1.kl.expect("a reference");
+        let all = [kl(), kl(), kl(), kl()];
+        assert!(all[0] < 1e-9 && all[2] < 1e-9, "{all:?}");
+        assert!(all[1] > 1e-7 && all[3] > 1e-7, "{all:?}");
+    }
+}
+
+#[test]
+fn truncated_completions_are_masked() {
+    let options = GrpoOptions { mask_truncated: true, ..small() };
+    let trainer = adapter("llama", 1e-3);
+    let mut grpo = Grpo::new(trainer, vec![even.into()], options).expect("valid");
+    // Without stop tokens all completions are as long as they may be.
+    let report = grpo.step(&prompts()).expect("it samples");
+    let drawing = report.drawing.expect("it was sampled");
+    assert_eq!((drawing.truncated, drawing.learned, report.learning), (1.0, 0, None));
+    assert_eq!(grpo.trainer().done(), 0);
 }
 
 #[test]
@@ -288,7 +346,7 @@ fn options_that_mean_nothing_are_refused() {
             .to_string()
     };
     let group = refused(GrpoOptions { group: 1, ..small() });
-    assert!(group.starts_with("--group is 1\nhint: use a number of 2 or more"), "{group}");
+    assert!(group.starts_with("--group is 1\nhint: use a number from 2 to 65536"), "{group}");
     let high = refused(GrpoOptions { epsilon_high: Some(0.1), ..small() });
     assert!(high.starts_with("--epsilon-high is 0.1"), "{high}");
     let renewed = refused(GrpoOptions { renew_reference: Some(2), beta: 0.1, ..small() });
