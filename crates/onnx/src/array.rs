@@ -1,0 +1,467 @@
+//! Tensors whose rank is known at run time.
+
+use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
+use burn::backend::{Dispatch, DispatchDevice, DispatchTensor, TensorMetadata};
+use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, TensorData};
+
+/// A tensor of any element type and rank.
+///
+/// Burn has no tensors without dimensions: those of rank 0 lie in one of shape `[1]`.
+#[derive(Debug, Clone)]
+pub(crate) struct Array {
+    tensor: DispatchTensor,
+    is_scalar: bool,
+}
+
+/// Family of an element type: each has operations of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Float,
+    Int,
+    Bool,
+}
+
+/// Returns the family of an element type.
+pub(crate) fn kind(dtype: DType) -> Kind {
+    match dtype {
+        DType::Bool(_) => Kind::Bool,
+        _ if dtype.is_float() => Kind::Float,
+        _ => Kind::Int,
+    }
+}
+
+/// Calls the operation of the family of a tensor, which returns a tensor of the same family.
+macro_rules! same {
+    ($of:expr, $float:ident, $int:ident, $bool:ident, |$tensor:ident| ($($arg:expr),*)) => {{
+        let Array { tensor, is_scalar } = $of;
+        let dtype = tensor.dtype();
+        let $tensor = tensor;
+        let tensor = match kind(dtype) {
+            Kind::Float => <Dispatch as FloatTensorOps<Dispatch>>::$float($($arg),*),
+            Kind::Int => <Dispatch as IntTensorOps<Dispatch>>::$int($($arg),*),
+            Kind::Bool => <Dispatch as BoolTensorOps<Dispatch>>::$bool($($arg),*),
+        };
+        Array { tensor, is_scalar }
+    }};
+}
+
+impl Array {
+    /// Takes a tensor of Burn.
+    pub(crate) const fn of(tensor: DispatchTensor) -> Self {
+        Self { tensor, is_scalar: false }
+    }
+
+    /// Copies data to a device.
+    pub(crate) fn from_data(data: TensorData, device: &DispatchDevice) -> Self {
+        let is_scalar = data.shape().rank() == 0;
+        let dtype = data.dtype();
+        let data = if is_scalar { reshaped(data, vec![1]) } else { data };
+        let tensor = match kind(dtype) {
+            Kind::Float => Dispatch::float_from_data(data, device),
+            Kind::Int => Dispatch::int_from_data(data, device),
+            Kind::Bool => Dispatch::bool_from_data(data, device),
+        };
+        Self { tensor, is_scalar }
+    }
+
+    /// Copies the elements to the host.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn to_data(&self) -> Result<TensorData, String> {
+        let tensor = self.tensor.clone();
+        let read = match self.kind() {
+            Kind::Float => burn::backend::read_sync(Dispatch::float_into_data(tensor)),
+            Kind::Int => burn::backend::read_sync(Dispatch::int_into_data(tensor)),
+            Kind::Bool => burn::backend::read_sync(Dispatch::bool_into_data(tensor)),
+        };
+        let data = read.map_err(|why| format!("{why:?}"))?;
+        Ok(if self.is_scalar { reshaped(data, Vec::new()) } else { data })
+    }
+
+    /// Returns a tensor of one value of a type.
+    pub(crate) fn full(
+        shape: &[usize],
+        value: Scalar,
+        dtype: DType,
+        device: &DispatchDevice,
+    ) -> Self {
+        let lies = if shape.is_empty() { &[1][..] } else { shape };
+        let lies = Shape::from(lies.to_vec());
+        let tensor = match kind(dtype) {
+            Kind::Float => Dispatch::float_full(lies, value, device, float_dtype(dtype)),
+            Kind::Int => Dispatch::int_full(lies, value, device, int_dtype(dtype)),
+            Kind::Bool => {
+                let zeros = Dispatch::bool_zeros(lies, device, bool_dtype(device));
+                match value {
+                    Scalar::Bool(true) => Dispatch::bool_not(zeros),
+                    _ => zeros,
+                }
+            }
+        };
+        Self { tensor, is_scalar: shape.is_empty() }
+    }
+
+    /// Returns 0, 1, … as i64.
+    pub(crate) fn arange(to: usize, device: &DispatchDevice) -> Self {
+        Self::of(Dispatch::int_arange(0..to as i64, device, IntDType::I64))
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.tensor.dtype()
+    }
+
+    pub(crate) fn kind(&self) -> Kind {
+        kind(self.dtype())
+    }
+
+    pub(crate) fn device(&self) -> DispatchDevice {
+        self.tensor.device()
+    }
+
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        if self.is_scalar { Vec::new() } else { self.tensor.shape().to_vec() }
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        if self.is_scalar { 0 } else { self.tensor.shape().rank() }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.tensor.shape().num_elements()
+    }
+
+    /// Returns Burn's tensor, for one of its operations.
+    pub(crate) fn into_inner(self) -> DispatchTensor {
+        self.tensor
+    }
+
+    /// Returns the same elements in another shape.
+    pub(crate) fn reshape(self, shape: &[usize]) -> Self {
+        let lies = Shape::from(if shape.is_empty() { vec![1] } else { shape.to_vec() });
+        let own = same!(self, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
+        Self { is_scalar: shape.is_empty(), ..own }
+    }
+
+    /// Reorders the dimensions: dimension `at` of the result is dimension `axes[at]`.
+    pub(crate) fn permute(self, axes: &[usize]) -> Self {
+        match self.is_scalar || axes.iter().copied().eq(0..axes.len()) {
+            true => self,
+            false => same!(self, float_permute, int_permute, bool_permute, |tensor| (tensor, axes)),
+        }
+    }
+
+    /// Repeats dimensions of length 1, and adds dimensions in front, as NumPy broadcasts.
+    pub(crate) fn expand(self, shape: &[usize]) -> Self {
+        if self.shape() == shape {
+            return self;
+        }
+        let own = self.shape();
+        let mut padded = vec![1; shape.len() - own.len()];
+        padded.extend(own);
+        let lies = Shape::from(shape.to_vec());
+        let own = self.reshape(&padded);
+        same!(own, float_expand, int_expand, bool_expand, |tensor| (tensor, lies))
+    }
+
+    /// Takes a range of each dimension.
+    pub(crate) fn slice(self, ranges: &[Slice]) -> Self {
+        same!(self, float_slice, int_slice, bool_slice, |tensor| (tensor, ranges))
+    }
+
+    /// Takes `from..to` of a dimension.
+    pub(crate) fn narrow(self, axis: usize, from: usize, to: usize) -> Self {
+        let ranges: Vec<Slice> = self
+            .shape()
+            .iter()
+            .enumerate()
+            .map(|(at, len)| if at == axis { (from, to) } else { (0, *len) })
+            .map(|(from, to)| Slice::new(from as isize, Some(to as isize), 1))
+            .collect();
+        self.slice(&ranges)
+    }
+
+    /// Joins tensors along a dimension.
+    pub(crate) fn concat(all: Vec<Self>, axis: usize) -> Self {
+        let dtype = all[0].dtype();
+        let all: Vec<_> = all.into_iter().map(Self::into_inner).collect();
+        Self::of(match kind(dtype) {
+            Kind::Float => Dispatch::float_cat(all, axis),
+            Kind::Int => Dispatch::int_cat(all, axis),
+            Kind::Bool => Dispatch::bool_cat(all, axis),
+        })
+    }
+
+    /// Reverses dimensions.
+    pub(crate) fn flip(self, axes: &[usize]) -> Self {
+        same!(self, float_flip, int_flip, bool_flip, |tensor| (tensor, axes))
+    }
+
+    /// Takes entries of a dimension, by indices of rank 1.
+    pub(crate) fn select(self, axis: usize, indices: Self) -> Self {
+        let indices = indices.into_inner();
+        same!(self, float_select, int_select, bool_select, |tensor| (tensor, axis, indices))
+    }
+
+    /// Takes an element for each index: `out[i][j][k] = self[index[i][j][k]][j][k]` for `axis` 0.
+    pub(crate) fn gather(self, axis: usize, indices: Self) -> Self {
+        let indices = indices.into_inner();
+        same!(self, float_gather, int_gather, bool_gather, |tensor| (axis, tensor, indices))
+    }
+
+    /// Takes elements of `other` where the mask is true.
+    pub(crate) fn replaced(self, mask: Self, other: Self) -> Self {
+        let (mask, other) = (mask.into_inner(), other.into_inner());
+        same!(self, float_mask_where, int_mask_where, bool_mask_where, |tensor| (
+            tensor, mask, other
+        ))
+    }
+
+    /// Converts to another element type: towards 0, and to a bool whether it is not 0.
+    pub(crate) fn cast(self, dtype: DType) -> Self {
+        let (have, is_scalar, device) = (self.dtype(), self.is_scalar, self.device());
+        if have == dtype || (kind(have), kind(dtype)) == (Kind::Bool, Kind::Bool) {
+            return self;
+        }
+        let tensor = self.tensor;
+        let stored = bool_dtype(&device);
+        let tensor = match (kind(have), kind(dtype)) {
+            (Kind::Float, Kind::Float) => Dispatch::float_cast(tensor, float_dtype(dtype)),
+            (Kind::Float, Kind::Int) => Dispatch::float_into_int(tensor, int_dtype(dtype)),
+            (Kind::Float, Kind::Bool) => {
+                Dispatch::float_not_equal_elem(tensor, Scalar::Float(0.0), stored)
+            }
+            (Kind::Int, Kind::Float) => Dispatch::int_into_float(tensor, float_dtype(dtype)),
+            (Kind::Int, Kind::Int) => Dispatch::int_cast(tensor, int_dtype(dtype)),
+            (Kind::Int, Kind::Bool) => Dispatch::int_not_equal_elem(tensor, Scalar::Int(0), stored),
+            (Kind::Bool, Kind::Float) => Dispatch::bool_into_float(tensor, float_dtype(dtype)),
+            (Kind::Bool, Kind::Int) => Dispatch::bool_into_int(tensor, int_dtype(dtype)),
+            (Kind::Bool, Kind::Bool) => tensor,
+        };
+        Self { tensor, is_scalar }
+    }
+
+    /// Returns the elements as i64.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn ints(&self) -> Result<Vec<i64>, String> {
+        Ok(self.to_data()?.iter::<i64>().collect())
+    }
+
+    /// Returns the elements as lengths or counts.
+    ///
+    /// # Errors
+    /// One is negative.
+    pub(crate) fn lengths(&self) -> Result<Vec<usize>, String> {
+        let each = |own: i64| usize::try_from(own).map_err(|_| format!("{own} is no length"));
+        self.ints()?.into_iter().map(each).collect()
+    }
+
+    /// Returns the elements as f64.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn floats(&self) -> Result<Vec<f64>, String> {
+        Ok(self.to_data()?.iter::<f64>().collect())
+    }
+
+    /// Moves to another device.
+    pub(crate) fn on(self, device: &DispatchDevice) -> Self {
+        match self.device() == *device {
+            true => self,
+            false => same!(self, float_to_device, int_to_device, bool_to_device, |tensor| (
+                tensor, device
+            )),
+        }
+    }
+}
+
+/// Returns the same elements in another shape.
+fn reshaped(data: TensorData, shape: Vec<usize>) -> TensorData {
+    let dtype = data.dtype();
+    TensorData::from_bytes(data.into_bytes(), shape, dtype)
+}
+
+/// Returns the shape that tensors broadcast to, as in NumPy; none if they do not.
+pub(crate) fn broadcast(shapes: &[Vec<usize>]) -> Option<Vec<usize>> {
+    let rank = shapes.iter().map(Vec::len).max().unwrap_or(0);
+    (0..rank)
+        .map(|at| {
+            let own = |own: &Vec<usize>| (at + own.len()).checked_sub(rank).map(|at| own[at]);
+            shapes.iter().filter_map(own).try_fold(1, |have, own| match have {
+                1 => Some(own),
+                have if own == 1 || own == have => Some(have),
+                _ => None,
+            })
+        })
+        .collect()
+}
+
+/// Returns Burn's float type of an element type.
+pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
+    dtype.into()
+}
+
+/// Returns Burn's int type of an element type.
+pub(crate) fn int_dtype(dtype: DType) -> IntDType {
+    dtype.into()
+}
+
+/// Returns the form of bools on a device.
+pub(crate) fn bool_dtype(device: &DispatchDevice) -> BoolDType {
+    burn::backend::get_or_init_device_settings::<Dispatch>(device).bool_dtype
+}
+
+/// Arithmetic. Operands have the same element type, and broadcast.
+impl Array {
+    /// Brings two tensors to the same rank.
+    fn aligned(self, other: Self) -> (DispatchTensor, DispatchTensor, bool) {
+        let is_scalar = self.is_scalar && other.is_scalar;
+        let rank = self.rank().max(other.rank()).max(1);
+        let padded = |own: Self| {
+            let shape = own.shape();
+            match shape.len() == rank {
+                true => own.tensor,
+                false => {
+                    let ones = std::iter::repeat_n(1, rank - shape.len());
+                    own.reshape(&ones.chain(shape).collect::<Vec<_>>()).tensor
+                }
+            }
+        };
+        (padded(self), padded(other), is_scalar)
+    }
+
+    /// Computes with two tensors of numbers.
+    pub(crate) fn numbers(
+        self,
+        other: Self,
+        float: fn(DispatchTensor, DispatchTensor) -> DispatchTensor,
+        int: fn(DispatchTensor, DispatchTensor) -> DispatchTensor,
+    ) -> Self {
+        let own = self.kind();
+        let (lhs, rhs, is_scalar) = self.aligned(other);
+        let tensor = if own == Kind::Float { float(lhs, rhs) } else { int(lhs, rhs) };
+        Self { tensor, is_scalar }
+    }
+
+    pub(crate) fn plus(self, other: Self) -> Self {
+        self.numbers(other, Dispatch::float_add, Dispatch::int_add)
+    }
+
+    pub(crate) fn minus(self, other: Self) -> Self {
+        self.numbers(other, Dispatch::float_sub, Dispatch::int_sub)
+    }
+
+    pub(crate) fn times(self, other: Self) -> Self {
+        self.numbers(other, Dispatch::float_mul, Dispatch::int_mul)
+    }
+
+    /// Divides; integers towards 0.
+    pub(crate) fn over(self, other: Self) -> Self {
+        self.numbers(other, Dispatch::float_div, Dispatch::int_div)
+    }
+
+    /// Computes with a number.
+    fn with(
+        self,
+        value: f64,
+        float: fn(DispatchTensor, Scalar) -> DispatchTensor,
+        int: fn(DispatchTensor, Scalar) -> DispatchTensor,
+    ) -> Self {
+        let is_scalar = self.is_scalar;
+        let tensor = match self.kind() {
+            Kind::Float => float(self.tensor, Scalar::Float(value)),
+            _ => int(self.tensor, Scalar::Int(value as i64)),
+        };
+        Self { tensor, is_scalar }
+    }
+
+    pub(crate) fn plus_number(self, value: f64) -> Self {
+        self.with(value, Dispatch::float_add_scalar, Dispatch::int_add_scalar)
+    }
+
+    pub(crate) fn times_number(self, value: f64) -> Self {
+        self.with(value, Dispatch::float_mul_scalar, Dispatch::int_mul_scalar)
+    }
+
+    pub(crate) fn at_least(self, value: f64) -> Self {
+        self.with(value, Dispatch::float_clamp_min, Dispatch::int_clamp_min)
+    }
+
+    pub(crate) fn at_most(self, value: f64) -> Self {
+        self.with(value, Dispatch::float_clamp_max, Dispatch::int_clamp_max)
+    }
+
+    /// Applies a function of floats.
+    pub(crate) fn float(self, run: fn(DispatchTensor) -> DispatchTensor) -> Self {
+        Self { tensor: run(self.tensor), is_scalar: self.is_scalar }
+    }
+
+    /// Compares two tensors.
+    pub(crate) fn compared(self, other: Self, by: Order) -> Self {
+        let (own, stored) = (self.kind(), bool_dtype(&self.device()));
+        let (lhs, rhs, is_scalar) = self.aligned(other);
+        let tensor = match (own, by) {
+            (Kind::Bool, Order::Equal) => Dispatch::bool_equal(lhs, rhs),
+            // false is less than true.
+            (Kind::Bool, Order::Greater) => Dispatch::bool_and(lhs, Dispatch::bool_not(rhs)),
+            (Kind::Bool, Order::GreaterOrEqual) => Dispatch::bool_or(lhs, Dispatch::bool_not(rhs)),
+            (Kind::Float, Order::Equal) => Dispatch::float_equal(lhs, rhs, stored),
+            (Kind::Float, Order::Greater) => Dispatch::float_greater(lhs, rhs, stored),
+            (Kind::Float, Order::GreaterOrEqual) => Dispatch::float_greater_equal(lhs, rhs, stored),
+            (Kind::Int, Order::Equal) => Dispatch::int_equal(lhs, rhs, stored),
+            (Kind::Int, Order::Greater) => Dispatch::int_greater(lhs, rhs, stored),
+            (Kind::Int, Order::GreaterOrEqual) => Dispatch::int_greater_equal(lhs, rhs, stored),
+        };
+        Self { tensor, is_scalar }
+    }
+
+    /// Compares with a number.
+    pub(crate) fn above(self, value: f64) -> Self {
+        let other = Self::full(&[], scalar_of(value, self.dtype()), self.dtype(), &self.device());
+        self.compared(other, Order::Greater)
+    }
+
+    /// Computes with two tensors of bools.
+    pub(crate) fn bools(
+        self,
+        other: Self,
+        run: fn(DispatchTensor, DispatchTensor) -> DispatchTensor,
+    ) -> Self {
+        let (lhs, rhs, is_scalar) = self.aligned(other);
+        Self { tensor: run(lhs, rhs), is_scalar }
+    }
+
+    pub(crate) fn not(self) -> Self {
+        Self { tensor: Dispatch::bool_not(self.tensor), is_scalar: self.is_scalar }
+    }
+
+    /// Takes elements of `yes` where this is true, and of `no` elsewhere; all broadcast.
+    ///
+    /// # Errors
+    /// They do not.
+    pub(crate) fn choose(self, yes: Self, no: Self) -> Result<Self, String> {
+        let shapes = [self.shape(), yes.shape(), no.shape()];
+        let shape = broadcast(&shapes).ok_or_else(|| format!("{shapes:?} do not broadcast"))?;
+        let [mask, yes, no] = [self, yes, no].map(|own| own.expand(&shape));
+        Ok(no.replaced(mask, yes))
+    }
+}
+
+/// Order of two elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    Equal,
+    Greater,
+    GreaterOrEqual,
+}
+
+/// Returns a number as a scalar of an element type.
+pub(crate) fn scalar_of(value: f64, dtype: DType) -> Scalar {
+    match kind(dtype) {
+        Kind::Float => Scalar::Float(value),
+        Kind::Int => Scalar::Int(value as i64),
+        Kind::Bool => Scalar::Bool(value != 0.0),
+    }
+}

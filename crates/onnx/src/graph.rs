@@ -1,0 +1,251 @@
+//! Graphs as data: nodes with attributes, and values by number.
+
+use std::collections::{BTreeMap, HashMap};
+
+use burn::tensor::{DType, TensorData};
+
+use crate::OnnxError;
+use crate::error::invalid;
+use crate::proto::{
+    AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, TypeValue, ValueInfoProto,
+};
+use crate::source::Files;
+use crate::tensor;
+
+/// Number of a value in a graph.
+pub(crate) type ValueId = usize;
+
+/// A graph.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Graph {
+    pub(crate) values: Vec<Value>,
+    /// Values that a run is given.
+    pub(crate) inputs: Vec<ValueId>,
+    /// Values of the graph around this one. A run is given them, too, after the inputs.
+    pub(crate) captured: Vec<ValueId>,
+    pub(crate) outputs: Vec<ValueId>,
+    /// In an order in which they can run.
+    pub(crate) nodes: Vec<Node>,
+}
+
+/// A value.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Value {
+    pub(crate) name: String,
+    pub(crate) ty: Type,
+    /// Its elements, if they are known before a run.
+    pub(crate) constant: Option<TensorData>,
+}
+
+/// Type of a value, as far as it is known before a run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Type {
+    pub(crate) dtype: Option<DType>,
+    /// Lengths of dimensions; none if the rank is not known.
+    pub(crate) shape: Option<Vec<Option<usize>>>,
+}
+
+impl Type {
+    /// Returns the shape, if all lengths are known.
+    pub(crate) fn known_shape(&self) -> Option<Vec<usize>> {
+        self.shape.as_ref()?.iter().copied().collect()
+    }
+}
+
+/// A call of an operator.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Node {
+    pub(crate) name: String,
+    /// The operator; outside of ONNX's own domain, `domain::name`.
+    pub(crate) op: String,
+    pub(crate) attributes: BTreeMap<String, Attribute>,
+    /// Inputs, then the values that its graphs capture.
+    pub(crate) inputs: Vec<Option<ValueId>>,
+    /// Inputs of its own.
+    pub(crate) given: usize,
+    pub(crate) outputs: Vec<Option<ValueId>>,
+}
+
+/// Data of a node.
+#[derive(Debug, Clone)]
+pub(crate) enum Attribute {
+    Int(i64),
+    Ints(Vec<i64>),
+    Float(f32),
+    Floats(Vec<f32>),
+    Text(String),
+    Texts(Vec<String>),
+    Tensor(TensorData),
+    /// A graph, and the place of its captured values in the inputs of the node.
+    Graph(Box<Graph>, usize),
+    /// A kind that no operator reads.
+    Other,
+}
+
+/// Reads a graph whose nodes are sorted.
+pub(crate) fn read(graph: GraphProto, files: &mut Files) -> Result<Graph, OnnxError> {
+    Reader { files, outer: Vec::new() }.graph(graph)
+}
+
+/// A graph that is read, with what it has of the graphs around it.
+#[derive(Default)]
+struct Scope {
+    graph: Graph,
+    names: HashMap<String, ValueId>,
+}
+
+struct Reader<'a> {
+    files: &'a mut Files,
+    /// Scopes around that which is read, outermost first.
+    outer: Vec<Scope>,
+}
+
+impl Scope {
+    fn add(&mut self, name: &str) -> ValueId {
+        let id = self.graph.values.len();
+        self.graph.values.push(Value { name: name.to_owned(), ..Value::default() });
+        self.names.insert(name.to_owned(), id);
+        id
+    }
+}
+
+impl Reader<'_> {
+    fn graph(&mut self, proto: GraphProto) -> Result<Graph, OnnxError> {
+        let mut scope = Scope::default();
+        for tensor in &proto.initializer {
+            let id = scope.add(&tensor.name);
+            scope.graph.values[id].constant = Some(tensor::read(tensor, self.files)?);
+        }
+        if let Some(sparse) = proto.sparse_initializer.first() {
+            let name = sparse.values.as_ref().map_or("", |own| &own.name);
+            return Err(invalid(format!("`{name}` is sparse, which is not supported")));
+        }
+        for input in &proto.input {
+            // An initializer with the name of an input is its default, and counts as a constant.
+            if !scope.names.contains_key(&input.name) {
+                let id = scope.add(&input.name);
+                scope.graph.inputs.push(id);
+            }
+        }
+        self.outer.push(scope);
+        for node in proto.node {
+            let node = self.node(node)?;
+            self.scope().graph.nodes.push(node);
+        }
+        for output in &proto.output {
+            let id = self
+                .find(&output.name)
+                .ok_or_else(|| invalid(format!("nothing makes the output `{}`", output.name)))?;
+            self.scope().graph.outputs.push(id);
+        }
+        let mut scope = self.outer.pop().expect("pushed above");
+        for info in proto.input.iter().chain(&proto.output).chain(&proto.value_info) {
+            if let Some(id) = scope.names.get(&info.name) {
+                scope.graph.values[*id].ty = declared(info);
+            }
+        }
+        for value in &mut scope.graph.values {
+            if let Some(data) = &value.constant {
+                value.ty = of_data(data);
+            }
+        }
+        Ok(scope.graph)
+    }
+
+    fn scope(&mut self) -> &mut Scope {
+        self.outer.last_mut().expect("a graph is read")
+    }
+
+    /// Returns a value by its name. One of a graph around becomes a captured one of each graph in between.
+    fn find(&mut self, name: &str) -> Option<ValueId> {
+        let depth = self.outer.iter().rposition(|own| own.names.contains_key(name))?;
+        for at in depth + 1..self.outer.len() {
+            let id = self.outer[at].add(name);
+            self.outer[at].graph.captured.push(id);
+        }
+        self.outer.last()?.names.get(name).copied()
+    }
+
+    fn node(&mut self, proto: NodeProto) -> Result<Node, OnnxError> {
+        let mut inputs = Vec::new();
+        for name in &proto.input {
+            let found = if name.is_empty() { None } else { self.find(name) };
+            if found.is_none() && !name.is_empty() {
+                return Err(invalid(format!("nothing makes `{name}`")));
+            }
+            inputs.push(found);
+        }
+        let given = inputs.len();
+        let mut attributes = BTreeMap::new();
+        for own in proto.attribute {
+            let name = own.name.clone();
+            let mut value = self.attribute(own)?;
+            if let Attribute::Graph(graph, from) = &mut value {
+                *from = inputs.len();
+                for id in &graph.captured {
+                    let name = graph.values[*id].name.clone();
+                    inputs.push(self.find(&name));
+                }
+            }
+            attributes.insert(name, value);
+        }
+        let scope = self.scope();
+        let outputs = proto.output.iter();
+        let outputs = outputs.map(|name| (!name.is_empty()).then(|| scope.add(name))).collect();
+        let op = match crate::prepare::is_standard(&proto.domain) {
+            true => proto.op_type,
+            false => format!("{}::{}", proto.domain, proto.op_type),
+        };
+        Ok(Node { name: proto.name, op, attributes, inputs, given, outputs })
+    }
+
+    fn attribute(&mut self, own: AttributeProto) -> Result<Attribute, OnnxError> {
+        let text = |bytes: &bytes::Bytes| {
+            String::from_utf8(bytes.to_vec())
+                .map_err(|_| invalid(format!("the attribute `{}` is no UTF-8", own.name)))
+        };
+        Ok(match own.r#type {
+            1 => Attribute::Float(own.f),
+            2 => Attribute::Int(own.i),
+            3 => Attribute::Text(text(&own.s)?),
+            4 => {
+                let tensor = own.t.as_ref();
+                let tensor =
+                    tensor.ok_or_else(|| invalid(format!("`{}` has no tensor", own.name)))?;
+                Attribute::Tensor(self.tensor(tensor)?)
+            }
+            5 => {
+                let graph = own.g.ok_or_else(|| invalid(format!("`{}` has no graph", own.name)))?;
+                Attribute::Graph(Box::new(self.graph(graph)?), 0)
+            }
+            6 => Attribute::Floats(own.floats),
+            7 => Attribute::Ints(own.ints),
+            8 => Attribute::Texts(own.strings.iter().map(text).collect::<Result<_, _>>()?),
+            // Tensors, graphs, sparse tensors, types.
+            9..=14 => Attribute::Other,
+            other => return Err(invalid(format!("the attribute `{}` has type {other}", own.name))),
+        })
+    }
+
+    fn tensor(&mut self, tensor: &TensorProto) -> Result<TensorData, OnnxError> {
+        tensor::read(tensor, self.files)
+    }
+}
+
+fn of_data(data: &TensorData) -> Type {
+    let shape = data.shape().iter().map(|len| Some(*len)).collect();
+    Type { dtype: Some(data.dtype()), shape: Some(shape) }
+}
+
+/// Returns the type that a file declares.
+fn declared(info: &ValueInfoProto) -> Type {
+    let Some(TypeProto { value: Some(TypeValue::Tensor(tensor)) }) = &info.r#type else {
+        return Type::default();
+    };
+    let length = |own: &crate::proto::Dimension| match own.value {
+        Some(crate::proto::Length::Number(number)) => usize::try_from(number).ok(),
+        _ => None,
+    };
+    let shape = tensor.shape.as_ref().map(|shape| shape.dim.iter().map(length).collect());
+    Type { dtype: tensor::dtype(tensor.elem_type).ok(), shape }
+}

@@ -1,0 +1,20 @@
+//! Reads ONNX graphs and runs them, node by node, on Burn's tensors.
+//!
+//! In progress: it is no part of `flashover` yet. Nothing is fused, captured or planned, and kernels are Burn's.
+
+mod array;
+pub mod conformance;
+mod error;
+mod graph;
+mod model;
+mod ops;
+mod prepare;
+mod proto;
+mod run;
+mod source;
+mod tensor;
+#[cfg(test)]
+mod tests;
+
+pub use error::{Fault, OnnxError};
+pub use model::Model;

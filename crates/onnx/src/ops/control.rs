@@ -1,0 +1,145 @@
+//! Operators that run graphs of their own.
+
+use burn::tensor::{DType, TensorData};
+
+use super::{Call, Inputs, Part, Read, Run, axis};
+use crate::array::Array;
+
+/// Turns of a loop after which it counts as endless.
+const MAX_TURNS: usize = 1_000_000;
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    Some(match call.op() {
+        "If" => branch(call),
+        "Loop" => repeat(call),
+        "Scan" if call.opset < 9 => {
+            Err("scans over batches (opset 8) are not supported".to_owned())
+        }
+        "Scan" => scan(call),
+        _ => return None,
+    })
+}
+
+fn run(part: &Part, inputs: &Inputs<'_>, given: Vec<Array>) -> Result<Vec<Array>, String> {
+    let captured = inputs.all[part.captured.clone()].iter().cloned();
+    let captured = captured.collect::<Option<Vec<_>>>().ok_or("a captured value is missing")?;
+    part.program.run(given.into_iter().chain(captured).collect()).map_err(|why| why.to_string())
+}
+
+fn is_true(flag: &Array) -> Result<bool, String> {
+    Ok(flag.clone().cast(DType::I64).ints()?.first() == Some(&1))
+}
+
+fn branch(call: &Call<'_>) -> Result<Run, String> {
+    let (then, other) = (call.part("then_branch")?, call.part("else_branch")?);
+    Ok(Box::new(move |inputs| {
+        let taken = if is_true(&inputs.get(0)?)? { &then } else { &other };
+        run(taken, inputs, Vec::new())
+    }))
+}
+
+fn repeat(call: &Call<'_>) -> Result<Run, String> {
+    let body = call.part("body")?;
+    let carried = call.given().saturating_sub(2);
+    Ok(Box::new(move |inputs| {
+        let turns = inputs.maybe(0).map(|own| own.ints()).transpose()?;
+        let turns = turns.and_then(|own| own.first().copied());
+        let mut goes_on = inputs.maybe(1).map_or(Ok(true), |own| is_true(&own))?;
+        let mut values: Vec<Array> =
+            (0..carried).map(|at| inputs.get(at + 2)).collect::<Result<_, _>>()?;
+        let mut collected: Vec<Vec<Array>> = Vec::new();
+        let mut turn = 0;
+        while goes_on && turns.is_none_or(|turns| turn < turns) {
+            if turn as usize == MAX_TURNS {
+                return Err(format!("the loop has not ended after {MAX_TURNS} turns"));
+            }
+            let number = TensorData::new(vec![turn], Vec::<usize>::new());
+            let flag = TensorData::new(vec![true], Vec::<usize>::new());
+            let mut given =
+                vec![Array::from_data(number, inputs.host), Array::from_data(flag, inputs.host)];
+            given.append(&mut values);
+            let mut made = run(&body, inputs, given)?.into_iter();
+            goes_on = is_true(&made.next().ok_or("the body has no condition")?)?;
+            values = made.by_ref().take(carried).collect();
+            for (at, own) in made.enumerate() {
+                if collected.len() <= at {
+                    collected.push(Vec::new());
+                }
+                collected[at].push(own);
+            }
+            turn += 1;
+        }
+        for (at, shape) in body.outputs.iter().skip(1 + carried).enumerate() {
+            values.push(match collected.get(at) {
+                Some(all) => stacked(all.clone(), 0),
+                None => {
+                    let (dtype, shape) = shape
+                        .as_ref()
+                        .ok_or("a loop without turns has results of unknown shape")?;
+                    let whole = [&[0][..], shape].concat();
+                    Array::from_data(
+                        TensorData::from_bytes_vec(Vec::new(), whole, *dtype),
+                        inputs.device,
+                    )
+                }
+            });
+        }
+        Ok(values)
+    }))
+}
+
+/// Joins tensors along a new dimension.
+fn stacked(all: Vec<Array>, at: usize) -> Array {
+    let with = |own: Array| {
+        let mut shape = own.shape();
+        shape.insert(at, 1);
+        own.reshape(&shape)
+    };
+    Array::concat(all.into_iter().map(with).collect(), at)
+}
+
+fn scan(call: &Call<'_>) -> Result<Run, String> {
+    let body = call.part("body")?;
+    let scanned = call.int("num_scan_inputs").unwrap_or(0) as usize;
+    let carried = call.given().checked_sub(scanned).ok_or("it has too few inputs")?;
+    let list = |name: &str| call.ints(name).map(<[i64]>::to_vec).unwrap_or_default();
+    let (in_axes, out_axes) = (list("scan_input_axes"), list("scan_output_axes"));
+    let (in_turned, out_turned) = (list("scan_input_directions"), list("scan_output_directions"));
+    Ok(Box::new(move |inputs| {
+        let mut values: Vec<Array> =
+            (0..carried).map(|at| inputs.get(at)).collect::<Result<_, _>>()?;
+        let mut sources = Vec::new();
+        for at in 0..scanned {
+            let x = inputs.get(carried + at)?;
+            let along = axis(in_axes.get(at).copied().unwrap_or(0), x.rank())?;
+            sources.push((x, along, in_turned.get(at) == Some(&1)));
+        }
+        let turns = sources.first().map_or(0, |(x, along, _)| x.shape()[*along]);
+        let mut collected: Vec<Vec<Array>> = Vec::new();
+        for turn in 0..turns {
+            let part = |(x, along, turned): &(Array, usize, bool)| {
+                let at = if *turned { turns - 1 - turn } else { turn };
+                let mut shape = x.shape();
+                shape.remove(*along);
+                x.clone().narrow(*along, at, at + 1).reshape(&shape)
+            };
+            let given = std::mem::take(&mut values).into_iter().chain(sources.iter().map(part));
+            let mut made = run(&body, inputs, given.collect())?.into_iter();
+            values = made.by_ref().take(carried).collect();
+            for (at, own) in made.enumerate() {
+                if collected.len() <= at {
+                    collected.push(Vec::new());
+                }
+                collected[at].push(own);
+            }
+        }
+        for (at, mut all) in collected.into_iter().enumerate() {
+            if out_turned.get(at) == Some(&1) {
+                all.reverse();
+            }
+            let along = axis(out_axes.get(at).copied().unwrap_or(0), all[0].rank() + 1)?;
+            values.push(stacked(all, along));
+        }
+        Ok(values)
+    }))
+}

@@ -1,0 +1,343 @@
+//! Operators that compute each element by itself: activations, arithmetic, comparisons, logic, casts.
+
+use burn::backend::ops::{ActivationOps, BoolTensorOps, FloatTensorOps, IntTensorOps};
+use burn::backend::{Dispatch, DispatchTensor};
+use burn::tensor::{DType, Scalar};
+
+use super::{Call, Inputs, Read, Run};
+use crate::array::{Array, Kind, Order, bool_dtype};
+use crate::tensor;
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
+    Some(Ok(run))
+}
+
+/// An operator of one input.
+fn of_one(run: impl Fn(Array) -> Array + Send + Sync + 'static) -> Run {
+    Box::new(move |inputs| Ok(vec![run(inputs.get(0)?)]))
+}
+
+fn float(run: fn(DispatchTensor) -> DispatchTensor) -> Run {
+    of_one(move |x| x.float(run))
+}
+
+fn unary(call: &Call<'_>) -> Option<Run> {
+    let number = |name: &str, usual: f64| call.float(name).unwrap_or(usual);
+    Some(match call.op() {
+        "Identity" => of_one(|x| x),
+        "Abs" => numeric(Dispatch::float_abs, Dispatch::int_abs),
+        "Neg" => numeric(Dispatch::float_neg, Dispatch::int_neg),
+        "Sign" => numeric(Dispatch::float_sign, Dispatch::int_sign),
+        "Acos" => float(Dispatch::float_acos),
+        "Acosh" => float(Dispatch::float_acosh),
+        "Asin" => float(Dispatch::float_asin),
+        "Asinh" => float(Dispatch::float_asinh),
+        "Atan" => float(Dispatch::float_atan),
+        "Atanh" => float(Dispatch::float_atanh),
+        "Ceil" => float(Dispatch::float_ceil),
+        "Cos" => float(Dispatch::float_cos),
+        "Cosh" => float(Dispatch::float_cosh),
+        "Erf" => float(Dispatch::float_erf),
+        "Exp" => float(Dispatch::float_exp),
+        "Floor" => float(Dispatch::float_floor),
+        "Log" => float(Dispatch::float_log),
+        "Reciprocal" => float(Dispatch::float_recip),
+        "Round" => float(Dispatch::float_round),
+        "Sin" => float(Dispatch::float_sin),
+        "Sinh" => float(Dispatch::float_sinh),
+        "Sqrt" => float(Dispatch::float_sqrt),
+        "Tan" => float(Dispatch::float_tan),
+        "Tanh" => float(Dispatch::float_tanh),
+        "Sigmoid" => float(Dispatch::sigmoid),
+        "Relu" => of_one(|x| x.at_least(0.0)),
+        "LeakyRelu" => {
+            let alpha = number("alpha", 0.01);
+            of_one(move |x| below_zero(x, |x| x.times_number(alpha)))
+        }
+        "Elu" => {
+            let alpha = number("alpha", 1.0);
+            of_one(move |x| below_zero(x, |x| exp_minus_one(x).times_number(alpha)))
+        }
+        "Selu" => {
+            let alpha = number("alpha", 1.673_263_192_176_818_8);
+            let gamma = number("gamma", 1.050_701_022_148_132_3);
+            of_one(move |x| {
+                below_zero(x, |x| exp_minus_one(x).times_number(alpha)).times_number(gamma)
+            })
+        }
+        "Celu" => {
+            let alpha = number("alpha", 1.0);
+            of_one(move |x| {
+                below_zero(x, |x| exp_minus_one(x.times_number(1.0 / alpha)).times_number(alpha))
+            })
+        }
+        "Gelu" if call.text("approximate") == Some("tanh") => of_one(gelu_by_tanh),
+        "Gelu" => float(Dispatch::gelu),
+        "Mish" => of_one(|x| {
+            let gate = softplus(x.clone()).float(Dispatch::float_tanh);
+            x.times(gate)
+        }),
+        "Softplus" => of_one(softplus),
+        "Softsign" => of_one(|x| {
+            let scale = x.clone().float(Dispatch::float_abs).plus_number(1.0);
+            x.over(scale)
+        }),
+        "Swish" => {
+            let alpha = number("alpha", 1.0);
+            of_one(move |x| {
+                let gate = x.clone().times_number(alpha).float(Dispatch::sigmoid);
+                x.times(gate)
+            })
+        }
+        "HardSigmoid" => {
+            let (alpha, beta) = (number("alpha", 0.2), number("beta", 0.5));
+            of_one(move |x| hard_sigmoid(x, alpha, beta))
+        }
+        "HardSwish" => of_one(|x| x.clone().times(hard_sigmoid(x, 1.0 / 6.0, 0.5))),
+        "ThresholdedRelu" => {
+            let alpha = number("alpha", 1.0);
+            of_one(move |x| {
+                let keep = x.clone().above(alpha).cast(x.dtype());
+                x.times(keep)
+            })
+        }
+        "Shrink" => {
+            let (lambda, bias) = (number("lambd", 0.5), number("bias", 0.0));
+            of_one(move |x| {
+                let dtype = x.dtype();
+                let up = x.clone().above(lambda).cast(dtype);
+                let down = x.clone().times_number(-1.0).above(lambda).cast(dtype);
+                let above = x.clone().plus_number(-bias).times(up);
+                above.plus(x.plus_number(bias).times(down))
+            })
+        }
+        "IsNaN" => of_one(|x| {
+            let stored = bool_dtype(&x.device());
+            let (shape, tensor) = (x.shape(), x.into_inner());
+            Array::of(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
+        }),
+        "IsInf" => {
+            let both = |name: &str| call.int(name) != Some(0);
+            let (negative, positive) = (both("detect_negative"), both("detect_positive"));
+            of_one(move |x| is_inf(x, negative, positive))
+        }
+        "Not" => of_one(Array::not),
+        "BitwiseNot" => of_one(|x| x.float(Dispatch::bitwise_not)),
+        "Dropout" => dropout(),
+        _ => return None,
+    })
+}
+
+fn numeric(
+    of_floats: fn(DispatchTensor) -> DispatchTensor,
+    of_ints: fn(DispatchTensor) -> DispatchTensor,
+) -> Run {
+    of_one(move |x| match x.kind() {
+        Kind::Float => x.float(of_floats),
+        _ => x.float(of_ints),
+    })
+}
+
+/// Returns x where it is above 0, and a function of it elsewhere.
+fn below_zero(x: Array, run: impl Fn(Array) -> Array) -> Array {
+    let above = x.clone().above(0.0);
+    let below = run(x.clone().at_most(0.0));
+    below.replaced(above, x)
+}
+
+fn exp_minus_one(x: Array) -> Array {
+    x.float(Dispatch::float_exp).plus_number(-1.0)
+}
+
+/// ln(1 + e^x), as max(x, 0) + ln(1 + e^-|x|).
+fn softplus(x: Array) -> Array {
+    let small = x.clone().float(Dispatch::float_abs).times_number(-1.0).float(Dispatch::float_exp);
+    x.at_least(0.0).plus(small.float(Dispatch::float_log1p))
+}
+
+fn hard_sigmoid(x: Array, alpha: f64, beta: f64) -> Array {
+    x.times_number(alpha).plus_number(beta).at_least(0.0).at_most(1.0)
+}
+
+/// x / 2 · (1 + tanh(√(2 / π) (x + 0.044715 x³))).
+fn gelu_by_tanh(x: Array) -> Array {
+    let cube = x.clone().times(x.clone()).times(x.clone()).times_number(0.044_715);
+    let inner = x.clone().plus(cube).times_number((2.0 / std::f64::consts::PI).sqrt());
+    let gate = inner.float(Dispatch::float_tanh).plus_number(1.0).times_number(0.5);
+    x.times(gate)
+}
+
+fn is_inf(x: Array, negative: bool, positive: bool) -> Array {
+    let stored = bool_dtype(&x.device());
+    let shape = x.shape();
+    let infinite =
+        Array::of(Dispatch::float_is_inf(x.clone().into_inner(), stored)).reshape(&shape);
+    let above = x.above(0.0);
+    match (negative, positive) {
+        (true, true) => infinite,
+        (false, true) => infinite.bools(above, Dispatch::bool_and),
+        (true, false) => infinite.bools(above.not(), Dispatch::bool_and),
+        (false, false) => infinite.clone().bools(infinite.not(), Dispatch::bool_and),
+    }
+}
+
+/// Without training all elements stay.
+fn dropout() -> Run {
+    Box::new(|inputs| {
+        if inputs.maybe(2).is_some_and(|train| train.ints().is_ok_and(|all| all != [0])) {
+            return Err("dropout while training is random".to_owned());
+        }
+        let x = inputs.get(0)?;
+        let all = Scalar::Bool(true);
+        let kept = Array::full(&x.shape(), all, tensor::BOOL, &x.device());
+        Ok(vec![x, kept])
+    })
+}
+
+/// An operator of two inputs that broadcast.
+fn of_two(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
+    Box::new(move |inputs| Ok(vec![run(inputs.get(0)?, inputs.get(1)?)?]))
+}
+
+fn binary(call: &Call<'_>) -> Option<Run> {
+    let order = |by: Order, swap: bool| {
+        of_two(move |a, b| Ok(if swap { b.compared(a, by) } else { a.compared(b, by) }))
+    };
+    let logic = |run: fn(DispatchTensor, DispatchTensor) -> DispatchTensor| {
+        of_two(move |a, b| Ok(a.bools(b, run)))
+    };
+    Some(match call.op() {
+        "Add" => of_two(|a, b| Ok(a.plus(b))),
+        "Sub" => of_two(|a, b| Ok(a.minus(b))),
+        "Mul" => of_two(|a, b| Ok(a.times(b))),
+        "Div" => of_two(|a, b| Ok(a.over(b))),
+        "Pow" => of_two(|a, b| Ok(pow(a, b))),
+        "Mod" if call.flag("fmod") => of_two(|a, b| Ok(fmod(a, b))),
+        "Mod" => {
+            of_two(|a, b| Ok(a.numbers(b, Dispatch::float_remainder, Dispatch::int_remainder)))
+        }
+        "PRelu" => of_two(|x, slope| {
+            let above = x.clone().above(0.0);
+            above.choose(x.clone(), x.times(slope))
+        }),
+        "Equal" => order(Order::Equal, false),
+        "Greater" => order(Order::Greater, false),
+        "GreaterOrEqual" => order(Order::GreaterOrEqual, false),
+        "Less" => order(Order::Greater, true),
+        "LessOrEqual" => order(Order::GreaterOrEqual, true),
+        "And" => logic(Dispatch::bool_and),
+        "Or" => logic(Dispatch::bool_or),
+        "Xor" => logic(Dispatch::bool_xor),
+        "BitwiseAnd" => logic(Dispatch::bitwise_and),
+        "BitwiseOr" => logic(Dispatch::bitwise_or),
+        "BitwiseXor" => logic(Dispatch::bitwise_xor),
+        "BitShift" if call.text("direction") == Some("LEFT") => logic(Dispatch::bitwise_left_shift),
+        "BitShift" => logic(Dispatch::bitwise_right_shift),
+        _ => return None,
+    })
+}
+
+/// Powers, in the type of the base.
+fn pow(base: Array, exponent: Array) -> Array {
+    let dtype = base.dtype();
+    match (base.kind(), exponent.kind()) {
+        (Kind::Float, _) => {
+            base.numbers(exponent.cast(dtype), Dispatch::float_powf, Dispatch::int_powi)
+        }
+        (_, Kind::Float) => {
+            let wide = exponent.dtype();
+            base.cast(wide).numbers(exponent, Dispatch::float_powf, Dispatch::int_powi).cast(dtype)
+        }
+        _ => base.numbers(exponent.cast(dtype), Dispatch::float_powf, Dispatch::int_powi),
+    }
+}
+
+/// The remainder with the sign of the dividend.
+fn fmod(a: Array, b: Array) -> Array {
+    let quotient = a.clone().over(b.clone());
+    let whole = match a.kind() {
+        Kind::Float => quotient.float(Dispatch::float_trunc),
+        _ => quotient,
+    };
+    a.minus(whole.times(b))
+}
+
+fn others(call: &Call<'_>) -> Option<Run> {
+    Some(match call.op() {
+        "Max" => fold(|a, b| larger(a, b, Order::Greater)),
+        "Min" => fold(|a, b| {
+            let first = b.clone().compared(a.clone(), Order::Greater);
+            with_nan(first.choose(a.clone(), b.clone())?, a, b)
+        }),
+        "Sum" => fold(|a, b| Ok(a.plus(b))),
+        "Mean" => Box::new(|inputs| {
+            let count = inputs.all.len() as f64;
+            let all = inputs.each()?;
+            let sum = all.into_iter().reduce(Array::plus).ok_or("there are no inputs")?;
+            Ok(vec![sum.times_number(1.0 / count)])
+        }),
+        "Where" => {
+            Box::new(|inputs| Ok(vec![inputs.get(0)?.choose(inputs.get(1)?, inputs.get(2)?)?]))
+        }
+        "Clip" => {
+            let limits = [call.float("min"), call.float("max")];
+            Box::new(move |inputs| clip(inputs, limits))
+        }
+        "Cast" => {
+            let to = call.int("to").and_then(|to| i32::try_from(to).ok()).unwrap_or(0);
+            let to = tensor::dtype(to);
+            Box::new(move |inputs| Ok(vec![cast(inputs.get(0)?, to.clone()?)]))
+        }
+        "CastLike" => of_two(|x, like| Ok(cast(x, like.dtype()))),
+        _ => return None,
+    })
+}
+
+/// Floats become integers towards 0.
+fn cast(x: Array, dtype: DType) -> Array {
+    x.cast(dtype)
+}
+
+fn fold(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
+    Box::new(move |inputs| {
+        let mut all = inputs.each()?.into_iter();
+        let first = all.next().ok_or("there are no inputs")?;
+        Ok(vec![all.try_fold(first, &run)?])
+    })
+}
+
+fn larger(a: Array, b: Array, by: Order) -> Result<Array, String> {
+    let first = a.clone().compared(b.clone(), by);
+    with_nan(first.choose(a.clone(), b.clone())?, a, b)
+}
+
+/// NaN of either operand stays.
+fn with_nan(chosen: Array, a: Array, b: Array) -> Result<Array, String> {
+    if a.kind() != Kind::Float {
+        return Ok(chosen);
+    }
+    // NaN where a is, and 0 elsewhere; b is chosen where it is NaN itself.
+    let same = a.clone().compared(a.clone(), Order::Equal);
+    let of_b = b.clone().compared(b.clone(), Order::Equal);
+    of_b.choose(same.choose(chosen, a)?, b)
+}
+
+fn clip(inputs: &Inputs<'_>, limits: [Option<f64>; 2]) -> Result<Vec<Array>, String> {
+    let mut x = inputs.get(0)?;
+    if let Some(least) = limits[0] {
+        x = x.at_least(least);
+    }
+    if let Some(most) = limits[1] {
+        x = x.at_most(most);
+    }
+    if let Some(least) = inputs.maybe(1) {
+        let below = least.clone().compared(x.clone(), Order::Greater);
+        x = below.choose(least, x)?;
+    }
+    if let Some(most) = inputs.maybe(2) {
+        let above = x.clone().compared(most.clone(), Order::Greater);
+        x = above.choose(most, x)?;
+    }
+    Ok(vec![x])
+}

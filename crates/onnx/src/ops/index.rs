@@ -1,0 +1,230 @@
+//! Operators that find elements by index.
+
+use burn::backend::Dispatch;
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::tensor::{DType, IndexingUpdateOp, TensorData};
+
+use super::{Call, Inputs, Read, axis};
+use crate::array::{Array, Kind, Order};
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    Some(Ok(match call.op() {
+        "Gather" => {
+            let at = call.int("axis").unwrap_or(0);
+            Box::new(move |inputs| {
+                let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
+                let at = axis(at, x.rank())?;
+                let (own, of) = (x.shape(), indices.shape());
+                let indices = from_start(indices, own[at]);
+                let flat = indices.clone().reshape(&[indices.count()]).on(&x.device());
+                let shape = [&own[..at], &of[..], &own[at + 1..]].concat();
+                Ok(vec![x.select(at, flat).reshape(&shape)])
+            })
+        }
+        "GatherElements" => {
+            let at = call.int("axis").unwrap_or(0);
+            Box::new(move |inputs| {
+                let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
+                let at = axis(at, x.rank())?;
+                let (own, of) = (x.shape(), indices.shape());
+                let indices = from_start(indices, own[at]).on(&x.device());
+                // Other dimensions of the indices may be shorter.
+                let mut x = x;
+                for (dim, len) in of.iter().enumerate().filter(|(dim, _)| *dim != at) {
+                    x = x.narrow(dim, 0, *len);
+                }
+                Ok(vec![x.gather(at, indices)])
+            })
+        }
+        "GatherND" => {
+            let batch = call.int("batch_dims").unwrap_or(0) as usize;
+            Box::new(move |inputs| gather_nd(inputs, batch))
+        }
+        "Scatter" | "ScatterElements" => {
+            let at = call.int("axis").unwrap_or(0);
+            let by = match reduction(call) {
+                Ok(by) => by,
+                Err(why) => return Some(Err(why)),
+            };
+            Box::new(move |inputs| scatter_elements(inputs, at, by))
+        }
+        "ScatterND" => {
+            let by = match reduction(call) {
+                Ok(by) => by,
+                Err(why) => return Some(Err(why)),
+            };
+            Box::new(move |inputs| scatter_nd(inputs, by))
+        }
+        "NonZero" => Box::new(|inputs| {
+            let x = inputs.get(0)?;
+            let rank = x.rank();
+            let flags: Vec<bool> = x.cast(crate::tensor::BOOL).to_data()?.iter::<bool>().collect();
+            let shape = inputs.get(0)?.shape();
+            let found: Vec<usize> = (0..flags.len()).filter(|at| flags[*at]).collect();
+            let places = (0..rank).flat_map(|dim| {
+                let step: usize = shape[dim + 1..].iter().product();
+                let len = shape[dim];
+                found.iter().map(move |at| (at / step % len) as i64).collect::<Vec<_>>()
+            });
+            let places: Vec<i64> = places.collect();
+            let data = TensorData::new(places, [rank, found.len()]);
+            Ok(vec![Array::from_data(data, inputs.device)])
+        }),
+        "Compress" => {
+            let at = call.int("axis");
+            Box::new(move |inputs| {
+                let (x, keeps) = (inputs.get(0)?, inputs.get(1)?);
+                let (x, at) = match at {
+                    Some(at) => (x.clone(), axis(at, x.rank())?),
+                    None => (x.clone().reshape(&[x.count()]), 0),
+                };
+                let keeps = keeps.cast(DType::I64).ints()?;
+                let kept: Vec<i64> =
+                    (0..keeps.len() as i64).filter(|at| keeps[*at as usize] != 0).collect();
+                let count = kept.len();
+                let kept = Array::from_data(TensorData::new(kept, [count]), &x.device());
+                Ok(vec![x.select(at, kept)])
+            })
+        }
+        "OneHot" => {
+            let at = call.int("axis").unwrap_or(-1);
+            Box::new(move |inputs| {
+                let (indices, values) = (inputs.get(0)?, inputs.get(2)?);
+                let depth = inputs.get(1)?.cast(DType::I64).lengths()?[0];
+                let at = axis(at, indices.rank() + 1)?;
+                let own = indices.shape();
+                let indices = from_start(indices.cast(DType::I64), depth);
+                let mut with = own.clone();
+                with.insert(at, 1);
+                let mut each = vec![1; own.len() + 1];
+                each[at] = depth;
+                let places = Array::arange(depth, &indices.device()).reshape(&each);
+                let same = indices.reshape(&with).compared(places, Order::Equal);
+                let value = |index: usize| values.clone().narrow(0, index, index + 1).reshape(&[]);
+                Ok(vec![same.choose(value(1), value(0))?])
+            })
+        }
+        _ => return None,
+    }))
+}
+
+/// Returns indices that count from the start; negative ones count from the end of `len` elements.
+fn from_start(indices: Array, len: usize) -> Array {
+    let indices = indices.cast(DType::I64);
+    let zero = Array::full(&[], 0i64.into(), DType::I64, &indices.device());
+    let below = zero.compared(indices.clone(), Order::Greater).cast(DType::I64);
+    indices.plus(below.times_number(len as f64))
+}
+
+/// Returns how updates change elements.
+fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
+    Ok(match call.text("reduction").unwrap_or("none") {
+        "none" => IndexingUpdateOp::Assign,
+        "add" => IndexingUpdateOp::Add,
+        "mul" => IndexingUpdateOp::Mul,
+        "min" => IndexingUpdateOp::Min,
+        "max" => IndexingUpdateOp::Max,
+        other => return Err(format!("a reduction by {other} is not supported")),
+    })
+}
+
+/// Returns the place in a flat tensor that each row of indices names, and the elements of each.
+fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), String> {
+    let of = indices.shape();
+    let depth = *of.last().ok_or("the indices have no dimension")?;
+    if depth > shape.len() {
+        return Err(format!("{depth} indices for a tensor of rank {}", shape.len()));
+    }
+    let block: usize = shape[depth..].iter().product();
+    let all = indices.ints()?;
+    let place = |row: &[i64]| {
+        row.iter().zip(shape).try_fold(0i64, |place, (index, len)| {
+            let len = *len as i64;
+            let index = if *index < 0 { index + len } else { *index };
+            (0..len).contains(&index).then_some(place * len + index)
+        })
+    };
+    let rows = all.chunks(depth.max(1)).map(place).collect::<Option<Vec<_>>>();
+    Ok((rows.ok_or("an index is outside of the tensor")?, block))
+}
+
+fn gather_nd(inputs: &Inputs<'_>, batch: usize) -> Result<Vec<Array>, String> {
+    let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
+    let (own, of) = (x.shape(), indices.shape());
+    let depth = *of.last().ok_or("the indices have no dimension")?;
+    let shape = [&of[..of.len() - 1], &own[batch + depth..]].concat();
+    let batches: usize = own[..batch].iter().product();
+    let (places, block) = flat_places(&own[batch..], &indices)?;
+    let each = places.len() / batches.max(1);
+    let rows: usize = own[batch..batch + depth].iter().product();
+    let places: Vec<i64> = places
+        .iter()
+        .enumerate()
+        .map(|(at, place)| (at / each.max(1) * rows) as i64 + place)
+        .collect();
+    let count = places.len();
+    let x = x.reshape(&[batches * rows, block]);
+    let places = Array::from_data(TensorData::new(places, [count]), &x.device());
+    Ok(vec![x.select(0, places).reshape(&shape)])
+}
+
+fn scatter_elements(
+    inputs: &Inputs<'_>,
+    at: i64,
+    by: IndexingUpdateOp,
+) -> Result<Vec<Array>, String> {
+    let (x, indices, updates) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
+    let own = x.shape();
+    let at = axis(at, own.len())?;
+    let of = indices.shape();
+    let all = from_start(indices, own[at]).ints()?;
+    // Each index names a whole place, in the order of the updates.
+    let mut places = Vec::with_capacity(all.len());
+    for (number, index) in all.iter().enumerate() {
+        let (mut rest, mut place, mut step) = (number, 0, 1);
+        for dim in (0..own.len()).rev() {
+            let own_index = if dim == at { *index as usize } else { rest % of[dim] };
+            rest /= of[dim];
+            place += own_index * step;
+            step *= own[dim];
+        }
+        places.push(place as i64);
+    }
+    let count = x.count();
+    let updates = updates.clone().reshape(&[updates.count(), 1]);
+    let out = scattered(x.reshape(&[count, 1]), places, updates, by)?;
+    Ok(vec![out.reshape(&own)])
+}
+
+fn scatter_nd(inputs: &Inputs<'_>, by: IndexingUpdateOp) -> Result<Vec<Array>, String> {
+    let (x, indices, updates) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
+    let own = x.shape();
+    let (places, block) = flat_places(&own, &indices)?;
+    let rows = places.len();
+    let count = x.count();
+    let x = x.reshape(&[count / block.max(1), block]);
+    let out = scattered(x, places, updates.reshape(&[rows, block]), by)?;
+    Ok(vec![out.reshape(&own)])
+}
+
+/// Changes rows of `[rows, block]` by updates `[places, block]`, in order.
+fn scattered(
+    x: Array,
+    places: Vec<i64>,
+    updates: Array,
+    by: IndexingUpdateOp,
+) -> Result<Array, String> {
+    if x.kind() == Kind::Bool {
+        let dtype = x.dtype();
+        let (x, updates) = (x.cast(DType::I32), updates.cast(DType::I32));
+        return Ok(scattered(x, places, updates, by)?.cast(dtype));
+    }
+    let rows = places.len();
+    let places = Array::from_data(TensorData::new(places, [rows, 1]), &x.device()).into_inner();
+    let is_float = x.kind() == Kind::Float;
+    let (x, updates) = (x.into_inner(), updates.into_inner());
+    Ok(Array::of(match is_float {
+        true => Dispatch::float_scatter_nd(x, places, updates, by),
+        false => Dispatch::int_scatter_nd(x, places, updates, by),
+    }))
+}

@@ -1,0 +1,238 @@
+//! Products of matrices.
+
+use burn::backend::Dispatch;
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::tensor::DType;
+
+use super::{Call, Read};
+use crate::array::{Array, Kind, broadcast};
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    Some(Ok(match call.op() {
+        "MatMul" => Box::new(|inputs| Ok(vec![product(inputs.get(0)?, inputs.get(1)?)?])),
+        "Gemm" => {
+            let (alpha, beta) =
+                (call.float("alpha").unwrap_or(1.0), call.float("beta").unwrap_or(1.0));
+            let turned = [call.flag("transA"), call.flag("transB")];
+            Box::new(move |inputs| {
+                let [a, b] = [0, 1].map(|at| {
+                    let own = inputs.get(at)?;
+                    Ok::<_, String>(if turned[at] { own.permute(&[1, 0]) } else { own })
+                });
+                let out = product(a?, b?)?;
+                let out = if alpha == 1.0 { out } else { out.times_number(alpha) };
+                Ok(vec![match inputs.maybe(2) {
+                    None => out,
+                    Some(c) if beta == 1.0 => out.plus(c),
+                    Some(c) => out.plus(c.times_number(beta)),
+                }])
+            })
+        }
+        "Einsum" => {
+            let equation = call.text("equation").unwrap_or_default().to_owned();
+            Box::new(move |inputs| Ok(vec![einsum(&equation, inputs.each()?)?]))
+        }
+        "Det" => Box::new(|inputs| Ok(vec![determinant(&inputs.get(0)?)?])),
+        _ => return None,
+    }))
+}
+
+/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast.
+pub(super) fn product(a: Array, b: Array) -> Result<Array, String> {
+    let (mut of_a, mut of_b) = (a.shape(), b.shape());
+    if of_a.is_empty() || of_b.is_empty() {
+        return Err("a factor has no dimensions".to_owned());
+    }
+    let vectors = [of_a.len() == 1, of_b.len() == 1];
+    if vectors[0] {
+        of_a.insert(0, 1);
+    }
+    if vectors[1] {
+        of_b.push(1);
+    }
+    let [(batch_a, matrix_a), (batch_b, matrix_b)] =
+        [&of_a, &of_b].map(|own| own.split_at(own.len() - 2));
+    if matrix_a[1] != matrix_b[0] {
+        return Err(format!("{of_a:?} and {of_b:?} cannot be multiplied"));
+    }
+    let batch = broadcast(&[batch_a.to_vec(), batch_b.to_vec()]);
+    let batch = batch.ok_or_else(|| format!("{of_a:?} and {of_b:?} cannot be multiplied"))?;
+    let padded = |own: &[usize], matrix: &[usize]| {
+        let ones = std::iter::repeat_n(1, batch.len() - own.len());
+        ones.chain(own.iter().copied()).chain(matrix.iter().copied()).collect::<Vec<_>>()
+    };
+    let [a, b] = [a.reshape(&padded(batch_a, matrix_a)), b.reshape(&padded(batch_b, matrix_b))];
+    let is_float = a.kind() == Kind::Float;
+    let (lhs, rhs) = (a.into_inner(), b.into_inner());
+    let out = Array::of(match is_float {
+        true => Dispatch::float_matmul(lhs, rhs),
+        false => Dispatch::int_matmul(lhs, rhs),
+    });
+    let mut shape = batch;
+    shape.extend((!vectors[0]).then_some(matrix_a[0]));
+    shape.extend((!vectors[1]).then_some(matrix_b[1]));
+    Ok(out.reshape(&shape))
+}
+
+/// Sums products over the labels that the result lacks.
+fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
+    let text: String = equation.chars().filter(|own| !own.is_whitespace()).collect();
+    let (left, right) = match text.split_once("->") {
+        Some((left, right)) => (left.to_owned(), Some(right.to_owned())),
+        None => (text, None),
+    };
+    let terms: Vec<&str> = left.split(',').collect();
+    if terms.len() != inputs.len() {
+        return Err(format!("{equation} has {} terms for {} inputs", terms.len(), inputs.len()));
+    }
+    // Dots stand for dimensions of any number: they get labels that no letter has.
+    let named = |term: &str| term.chars().filter(|own| *own != '.').count();
+    let dots = |term: &str, rank: usize| {
+        if term.contains("...") { rank.saturating_sub(named(term)) } else { 0 }
+    };
+    let most =
+        terms.iter().zip(&inputs).map(|(term, own)| dots(term, own.rank())).max().unwrap_or(0);
+    let labels = |term: &str, count: usize| -> Vec<char> {
+        let any = (most - count..most).map(|at| char::from(b'0' + at as u8)).collect::<String>();
+        term.replace("...", &any).chars().collect()
+    };
+    let each: Vec<Vec<char>> =
+        terms.iter().zip(&inputs).map(|(term, own)| labels(term, dots(term, own.rank()))).collect();
+    let out = match right {
+        Some(right) => labels(&right, most),
+        None => {
+            let mut all: Vec<char> = each.concat();
+            all.sort_unstable();
+            let once = |own: &char| {
+                own.is_ascii_digit() || all.iter().filter(|other| *other == own).count() == 1
+            };
+            let mut out: Vec<char> = all.iter().copied().filter(once).collect();
+            out.dedup();
+            out
+        }
+    };
+    let mut result: Option<(Array, Vec<char>)> = None;
+    let rest = |from: usize| each[from..].concat();
+    for (at, (array, labels)) in inputs.into_iter().zip(&each).enumerate() {
+        let own = diagonal(array, labels)?;
+        let joined = match result {
+            None => own,
+            Some(before) => multiplied(before, own)?,
+        };
+        // Labels that nothing later reads are summed now.
+        let later = rest(at + 1);
+        result = Some(summed(joined, &|label| out.contains(&label) || later.contains(&label)));
+    }
+    let (array, labels) = result.ok_or("there are no inputs")?;
+    let order = out.iter().map(|own| labels.iter().position(|have| have == own));
+    let order: Vec<usize> =
+        order.collect::<Option<_>>().ok_or("the result has a label of no input")?;
+    Ok(array.permute(&order))
+}
+
+/// Takes the diagonal of dimensions with the same label.
+fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), String> {
+    let mut labels = labels.to_vec();
+    if labels.len() != array.rank() {
+        return Err(format!("a term has {} labels for a rank of {}", labels.len(), array.rank()));
+    }
+    while let Some((one, other)) = (0..labels.len())
+        .flat_map(|one| (one + 1..labels.len()).map(move |other| (one, other)))
+        .find(|(one, other)| labels[*one] == labels[*other])
+    {
+        let shape = array.shape();
+        let len = shape[one];
+        let mut each = vec![1; shape.len()];
+        each[one] = len;
+        let mut index = shape.clone();
+        index[other] = 1;
+        let places = Array::arange(len, &array.device()).reshape(&each).expand(&index);
+        let taken = array.gather(other, places);
+        index.remove(other);
+        array = taken.reshape(&index);
+        labels.remove(other);
+    }
+    Ok((array, labels))
+}
+
+/// Multiplies with all labels of both, by a product of matrices where labels are shared.
+fn multiplied(
+    (a, of_a): (Array, Vec<char>),
+    (b, of_b): (Array, Vec<char>),
+) -> Result<(Array, Vec<char>), String> {
+    let mut labels = of_a.clone();
+    labels.extend(of_b.iter().filter(|own| !of_a.contains(own)));
+    let spread = |own: Array, of: &[char]| {
+        let (shape, mut order) = (own.shape(), Vec::new());
+        let mut to = Vec::new();
+        for label in &labels {
+            match of.iter().position(|have| have == label) {
+                Some(at) => {
+                    order.push(at);
+                    to.push(shape[at]);
+                }
+                None => to.push(1),
+            }
+        }
+        own.permute(&order).reshape(&to)
+    };
+    let (a, b) = (spread(a, &of_a), spread(b, &of_b));
+    Ok((a.times(b), labels))
+}
+
+fn summed((array, labels): (Array, Vec<char>), keeps: &dyn Fn(char) -> bool) -> (Array, Vec<char>) {
+    let mut shape = array.shape();
+    let is_float = array.kind() == Kind::Float;
+    let mut tensor = array.into_inner();
+    for at in (0..labels.len()).filter(|at| !keeps(labels[*at])) {
+        tensor = match is_float {
+            true => Dispatch::float_sum_dim(tensor, at),
+            false => Dispatch::int_sum_dim(tensor, at),
+        };
+        shape[at] = 1;
+    }
+    let kept: Vec<usize> = (0..labels.len()).filter(|at| keeps(labels[*at])).collect();
+    let shape: Vec<usize> = kept.iter().map(|at| shape[*at]).collect();
+    (Array::of(tensor).reshape(&shape), kept.iter().map(|at| labels[*at]).collect())
+}
+
+/// Determinants of matrices, by elimination in f64 on the host.
+fn determinant(x: &Array) -> Result<Array, String> {
+    let own = x.shape();
+    let [.., rows, columns] = own[..] else { return Err("x has no rank of 2".to_owned()) };
+    if rows != columns {
+        return Err("a matrix is not square".to_owned());
+    }
+    let all = x.floats()?;
+    let of = |matrix: &[f64]| {
+        let mut m = matrix.to_vec();
+        let mut value = 1.0;
+        for at in 0..rows {
+            let largest = (at..rows).max_by(|one, other| {
+                m[one * rows + at].abs().total_cmp(&m[other * rows + at].abs())
+            });
+            let pivot = largest.unwrap_or(at);
+            if pivot != at {
+                (0..rows).for_each(|column| m.swap(at * rows + column, pivot * rows + column));
+                value = -value;
+            }
+            value *= m[at * rows + at];
+            if m[at * rows + at] == 0.0 {
+                return 0.0;
+            }
+            for row in at + 1..rows {
+                let factor = m[row * rows + at] / m[at * rows + at];
+                (at..rows)
+                    .for_each(|column| m[row * rows + column] -= factor * m[at * rows + column]);
+            }
+        }
+        value
+    };
+    let values: Vec<f64> = all.chunks(rows * rows).map(of).collect();
+    let shape = own[..own.len() - 2].to_vec();
+    let data = burn::tensor::TensorData::new(values, shape).convert_dtype(match x.dtype() {
+        DType::F64 => DType::F64,
+        other => other,
+    });
+    Ok(Array::from_data(data, &x.device()))
+}

@@ -1,0 +1,220 @@
+//! Operators: one file for each family. An operator reads its attributes when a graph is loaded, and gets its inputs when it runs.
+
+mod attention;
+mod control;
+mod elementwise;
+mod index;
+mod linear;
+mod loss;
+mod norm;
+mod quant;
+mod recurrent;
+mod reduce;
+mod resize;
+mod sequence;
+mod shape;
+mod windows;
+
+use std::ops::Range;
+
+use burn::backend::DispatchDevice;
+use burn::tensor::{DType, TensorData};
+
+use crate::array::Array;
+use crate::graph::{Attribute, Node};
+use crate::run::Program;
+
+/// The work of an operator in a run.
+pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Send + Sync>;
+/// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
+pub(crate) type Read = Option<Result<Run, String>>;
+
+const FAMILIES: [fn(&Call<'_>) -> Read; 14] = [
+    elementwise::read,
+    shape::read,
+    reduce::read,
+    index::read,
+    linear::read,
+    norm::read,
+    windows::read,
+    control::read,
+    attention::read,
+    resize::read,
+    quant::read,
+    recurrent::read,
+    loss::read,
+    sequence::read,
+];
+
+/// Reads the operator of a node.
+///
+/// # Errors
+/// The reason why it cannot run.
+pub(crate) fn operator(
+    node: &Node,
+    opset: i64,
+    devices: [&DispatchDevice; 2],
+) -> Result<Run, String> {
+    let call = Call { node, opset, devices };
+    let found = FAMILIES.iter().find_map(|family| family(&call));
+    found.unwrap_or_else(|| Err("the operator is not supported".to_owned()))
+}
+
+/// A call of an operator, with its attributes.
+pub(crate) struct Call<'a> {
+    node: &'a Node,
+    /// Version of ONNX's operators.
+    pub(crate) opset: i64,
+    /// Device of results, and the one in host memory.
+    devices: [&'a DispatchDevice; 2],
+}
+
+/// A graph that an operator runs.
+pub(crate) struct Part {
+    pub(crate) program: Program,
+    /// Places of its captured values in the inputs.
+    pub(crate) captured: Range<usize>,
+    /// Type and shape of each result, where they are declared.
+    pub(crate) outputs: Vec<Option<(DType, Vec<usize>)>>,
+}
+
+impl<'a> Call<'a> {
+    pub(crate) fn op(&self) -> &'a str {
+        &self.node.op
+    }
+
+    pub(crate) fn int(&self, name: &str) -> Option<i64> {
+        match self.node.attributes.get(name)? {
+            Attribute::Int(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn flag(&self, name: &str) -> bool {
+        self.int(name).is_some_and(|value| value != 0)
+    }
+
+    pub(crate) fn ints(&self, name: &str) -> Option<&'a [i64]> {
+        match self.node.attributes.get(name)? {
+            Attribute::Ints(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn float(&self, name: &str) -> Option<f64> {
+        match self.node.attributes.get(name)? {
+            Attribute::Float(value) => Some(f64::from(*value)),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn floats(&self, name: &str) -> Option<&'a [f32]> {
+        match self.node.attributes.get(name)? {
+            Attribute::Floats(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn text(&self, name: &str) -> Option<&'a str> {
+        match self.node.attributes.get(name)? {
+            Attribute::Text(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn texts(&self, name: &str) -> Option<&'a [String]> {
+        match self.node.attributes.get(name)? {
+            Attribute::Texts(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn tensor(&self, name: &str) -> Option<&'a TensorData> {
+        match self.node.attributes.get(name)? {
+            Attribute::Tensor(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Returns a graph, ready to run.
+    ///
+    /// # Errors
+    /// It is missing, or has nodes that cannot run.
+    pub(crate) fn part(&self, name: &str) -> Result<Part, String> {
+        let Some(Attribute::Graph(graph, from)) = self.node.attributes.get(name) else {
+            return Err(format!("it has no {name}"));
+        };
+        let [device, host] = self.devices;
+        let program = Program::new(graph, self.opset, device, host);
+        let declared = |id: &usize| {
+            let ty = &graph.values[*id].ty;
+            Some((ty.dtype?, ty.known_shape()?))
+        };
+        Ok(Part {
+            program: program.map_err(|why| why.to_string())?,
+            captured: *from..from + graph.captured.len(),
+            outputs: graph.outputs.iter().map(declared).collect(),
+        })
+    }
+
+    /// Number of inputs, without those that its graphs capture.
+    pub(crate) fn given(&self) -> usize {
+        self.node.given
+    }
+
+    /// Number of results that are used or named.
+    pub(crate) fn outputs(&self) -> usize {
+        self.node.outputs.len()
+    }
+}
+
+/// Inputs of an operator in a run.
+pub(crate) struct Inputs<'a> {
+    pub(crate) all: &'a [Option<Array>],
+    /// Device for results of an operator without inputs.
+    pub(crate) device: &'a DispatchDevice,
+    /// Device in host memory, for shapes.
+    pub(crate) host: &'a DispatchDevice,
+}
+
+impl Inputs<'_> {
+    /// Returns an input.
+    ///
+    /// # Errors
+    /// It is missing.
+    pub(crate) fn get(&self, at: usize) -> Result<Array, String> {
+        self.maybe(at).ok_or_else(|| format!("input {at} is missing"))
+    }
+
+    pub(crate) fn maybe(&self, at: usize) -> Option<Array> {
+        self.all.get(at).cloned().flatten()
+    }
+
+    /// Returns an input of lengths or counts.
+    ///
+    /// # Errors
+    /// It is missing, or has a negative number.
+    pub(crate) fn lengths(&self, at: usize) -> Result<Vec<usize>, String> {
+        self.get(at)?.lengths()
+    }
+
+    /// Returns all inputs.
+    ///
+    /// # Errors
+    /// One is missing.
+    pub(crate) fn each(&self) -> Result<Vec<Array>, String> {
+        (0..self.all.len()).map(|at| self.get(at)).collect()
+    }
+}
+
+/// Returns an axis that may count from the end.
+///
+/// # Errors
+/// The tensor has no such axis.
+pub(crate) fn axis(axis: i64, rank: usize) -> Result<usize, String> {
+    let own = if axis < 0 { axis + rank as i64 } else { axis };
+    match usize::try_from(own) {
+        Ok(own) if own < rank.max(1) => Ok(own),
+        _ => Err(format!("a tensor of rank {rank} has no axis {axis}")),
+    }
+}

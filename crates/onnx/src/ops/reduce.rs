@@ -1,0 +1,278 @@
+//! Operators over dimensions: sums and other folds, the places of extremes, running sums, softmax.
+
+use burn::backend::ops::{ActivationOps, FloatTensorOps, IntTensorOps};
+use burn::backend::{Dispatch, DispatchTensor};
+use burn::tensor::{DType, IntDType, TensorData};
+
+use super::{Call, Inputs, Read, axis};
+use crate::array::{Array, Kind, scalar_of};
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    let fold: fn(Array, &[usize]) -> Array = match call.op() {
+        "ReduceSum" => sum,
+        "ReduceMean" => mean,
+        "ReduceProd" => |x, axes| each(x, axes, Dispatch::float_prod_dim, Dispatch::int_prod_dim),
+        "ReduceMax" => max,
+        "ReduceMin" => min,
+        "ReduceL1" => |x, axes| sum(abs(x), axes),
+        "ReduceL2" => |x, axes| sum(x.clone().times(x), axes).float(Dispatch::float_sqrt),
+        "ReduceSumSquare" => |x, axes| sum(x.clone().times(x), axes),
+        "ReduceLogSum" => |x, axes| sum(x, axes).float(Dispatch::float_log),
+        "ReduceLogSumExp" => log_sum_exp,
+        _ => return others(call),
+    };
+    let fixed = call.ints("axes").map(<[i64]>::to_vec);
+    let (keep, none) = (call.int("keepdims") != Some(0), call.flag("noop_with_empty_axes"));
+    Some(Ok(Box::new(move |inputs| {
+        let x = inputs.get(0)?;
+        let own = x.shape();
+        let axes = match (&fixed, inputs.maybe(1)) {
+            (Some(fixed), _) => fixed.clone(),
+            (None, Some(axes)) => axes.ints()?,
+            (None, None) => Vec::new(),
+        };
+        let mut axes: Vec<usize> =
+            axes.iter().map(|at| axis(*at, own.len())).collect::<Result<_, _>>()?;
+        if axes.is_empty() && !none {
+            axes = (0..own.len()).collect();
+        }
+        if own.is_empty() {
+            axes.clear();
+        }
+        let kept: Vec<usize> = own
+            .iter()
+            .enumerate()
+            .map(|(at, len)| if axes.contains(&at) { 1 } else { *len })
+            .collect();
+        let left = kept.iter().enumerate().filter(|(at, _)| keep || !axes.contains(at));
+        let shape: Vec<usize> = left.map(|(_, len)| *len).collect();
+        Ok(vec![fold(x, &axes).reshape(&shape)])
+    })))
+}
+
+/// Folds one dimension after another; they stay with length 1.
+fn each(
+    mut x: Array,
+    axes: &[usize],
+    float: fn(DispatchTensor, usize) -> DispatchTensor,
+    int: fn(DispatchTensor, usize) -> DispatchTensor,
+) -> Array {
+    for at in axes {
+        x = match x.kind() {
+            Kind::Float => Array::of(float(x.into_inner(), *at)),
+            _ => Array::of(int(x.into_inner(), *at)),
+        };
+    }
+    x
+}
+
+pub(super) fn sum(x: Array, axes: &[usize]) -> Array {
+    each(x, axes, Dispatch::float_sum_dim, Dispatch::int_sum_dim)
+}
+
+fn mean(x: Array, axes: &[usize]) -> Array {
+    let own = x.shape();
+    let count: usize = axes.iter().map(|at| own[*at]).product();
+    match x.kind() {
+        Kind::Float => sum(x, axes).times_number(1.0 / count as f64),
+        _ => {
+            let dtype = x.dtype();
+            let count = Array::full(&[], scalar_of(count as f64, dtype), dtype, &x.device());
+            sum(x, axes).over(count)
+        }
+    }
+}
+
+fn abs(x: Array) -> Array {
+    match x.kind() {
+        Kind::Float => x.float(Dispatch::float_abs),
+        _ => x.float(Dispatch::int_abs),
+    }
+}
+
+fn max(x: Array, axes: &[usize]) -> Array {
+    match x.kind() {
+        // true is the larger one.
+        Kind::Bool => max(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
+        _ => each(x, axes, Dispatch::float_max_dim, Dispatch::int_max_dim),
+    }
+}
+
+fn min(x: Array, axes: &[usize]) -> Array {
+    match x.kind() {
+        Kind::Bool => min(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
+        _ => each(x, axes, Dispatch::float_min_dim, Dispatch::int_min_dim),
+    }
+}
+
+/// ln Σ e^x, as m + ln Σ e^(x - m) with the largest element m.
+fn log_sum_exp(x: Array, axes: &[usize]) -> Array {
+    let largest = max(x.clone(), axes);
+    // An infinite m would give NaN.
+    let bound = largest.clone().at_least(f64::from(f32::MIN)).at_most(f64::from(f32::MAX));
+    let sum = sum(x.minus(bound.clone()).float(Dispatch::float_exp), axes);
+    sum.float(Dispatch::float_log).plus(bound)
+}
+
+fn others(call: &Call<'_>) -> Read {
+    Some(Ok(match call.op() {
+        "ArgMax" | "ArgMin" => {
+            let largest = call.op() == "ArgMax";
+            let (at, keep) = (call.int("axis").unwrap_or(0), call.int("keepdims") != Some(0));
+            let last = call.flag("select_last_index");
+            Box::new(move |inputs| {
+                let x = inputs.get(0)?;
+                let at = axis(at, x.rank())?;
+                let mut shape = x.shape();
+                let len = shape[at];
+                let x = if last { x.flip(&[at]) } else { x };
+                let is_float = x.kind() == Kind::Float;
+                let x = x.into_inner();
+                let out = Array::of(match (largest, is_float) {
+                    (true, true) => Dispatch::float_argmax(x, at, IntDType::I64),
+                    (false, true) => Dispatch::float_argmin(x, at, IntDType::I64),
+                    (true, false) => Dispatch::int_argmax(x, at),
+                    (false, false) => Dispatch::int_argmin(x, at),
+                });
+                let out = out.cast(DType::I64);
+                let out = match last {
+                    true => out.times_number(-1.0).plus_number(len as f64 - 1.0),
+                    false => out,
+                };
+                if keep {
+                    shape[at] = 1;
+                } else {
+                    shape.remove(at);
+                }
+                Ok(vec![out.reshape(&shape)])
+            })
+        }
+        "Softmax" | "LogSoftmax" | "Hardmax" => {
+            let op = call.op().to_owned();
+            let (rows, at) = (call.opset < 13, call.int("axis"));
+            Box::new(move |inputs| softmax(inputs, &op, rows, at))
+        }
+        "CumSum" | "CumProd" => {
+            let (sums, exclusive) = (call.op() == "CumSum", call.flag("exclusive"));
+            let reverse = call.flag("reverse");
+            Box::new(move |inputs| {
+                let x = inputs.get(0)?;
+                let at = axis(inputs.get(1)?.ints()?[0], x.rank())?;
+                let x = if reverse { x.flip(&[at]) } else { x };
+                let mut out = running(x.clone(), at, sums);
+                if exclusive {
+                    let len = x.shape()[at];
+                    let mut first = x.shape();
+                    first[at] = 1;
+                    let start = scalar_of(if sums { 0.0 } else { 1.0 }, x.dtype());
+                    let first = Array::full(&first, start, x.dtype(), &x.device());
+                    out = match len {
+                        0 | 1 => first,
+                        len => Array::concat(vec![first, out.narrow(at, 0, len - 1)], at),
+                    };
+                }
+                Ok(vec![if reverse { out.flip(&[at]) } else { out }])
+            })
+        }
+        "TopK" => {
+            let (at, largest) = (call.int("axis").unwrap_or(-1), call.int("largest") != Some(0));
+            let fixed = call.int("k");
+            Box::new(move |inputs| top_k(inputs, at, largest, fixed))
+        }
+        _ => return None,
+    }))
+}
+
+fn running(x: Array, at: usize, sums: bool) -> Array {
+    let is_float = x.kind() == Kind::Float;
+    let x = x.into_inner();
+    Array::of(match (sums, is_float) {
+        (true, true) => Dispatch::float_cumsum(x, at),
+        (false, true) => Dispatch::float_cumprod(x, at),
+        (true, false) => Dispatch::int_cumsum(x, at),
+        (false, false) => Dispatch::int_cumprod(x, at),
+    })
+}
+
+/// Until opset 12 the dimensions from the axis on are one.
+fn softmax(
+    inputs: &Inputs<'_>,
+    op: &str,
+    rows: bool,
+    at: Option<i64>,
+) -> Result<Vec<Array>, String> {
+    let x = inputs.get(0)?;
+    let own = x.shape();
+    let at = axis(at.unwrap_or(if rows { 1 } else { -1 }), own.len())?;
+    let (x, at) = match rows {
+        true => {
+            let (lines, columns) = (own[..at].iter().product(), own[at..].iter().product());
+            (x.reshape(&[lines, columns]), 1)
+        }
+        false if own.is_empty() => (x.reshape(&[1]), 0),
+        false => (x, at),
+    };
+    let out = match op {
+        "Softmax" => Array::of(Dispatch::softmax(x.into_inner(), at)),
+        "LogSoftmax" => Array::of(Dispatch::log_softmax(x.into_inner(), at)),
+        _ => {
+            let dtype = x.dtype();
+            let len = x.shape()[at];
+            let place =
+                Array::of(Dispatch::float_argmax(x.clone().into_inner(), at, IntDType::I64));
+            let mut each = vec![1; x.rank()];
+            each[at] = len;
+            let places = Array::arange(len, &x.device()).reshape(&each);
+            let same = places.compared(place, crate::array::Order::Equal);
+            same.cast(dtype)
+        }
+    };
+    Ok(vec![out.reshape(&own)])
+}
+
+fn top_k(
+    inputs: &Inputs<'_>,
+    at: i64,
+    largest: bool,
+    fixed: Option<i64>,
+) -> Result<Vec<Array>, String> {
+    let x = inputs.get(0)?;
+    let at = axis(at, x.rank())?;
+    let k = match fixed {
+        Some(k) => k,
+        None => inputs.get(1)?.ints()?[0],
+    };
+    let len = x.shape()[at];
+    let k = usize::try_from(k).ok().filter(|k| *k <= len);
+    let k = k.ok_or_else(|| format!("k is not from 0 to {len}"))?;
+    // Burn's sort of equal elements has no order, and ONNX wants the lower index first: sort (key, index) on the host.
+    let data = x.to_data()?;
+    let own = x.shape();
+    let (outer, inner): (usize, usize) =
+        (own[..at].iter().product(), own[at + 1..].iter().product());
+    let values: Vec<f64> = data.iter::<f64>().collect();
+    let ints: Vec<i64> =
+        if x.kind() == Kind::Int { data.iter::<i64>().collect() } else { Vec::new() };
+    let order = |one: usize, other: usize| match ints.is_empty() {
+        false => ints[one].cmp(&ints[other]),
+        true => values[one].total_cmp(&values[other]),
+    };
+    let mut places = vec![0i64; outer * k * inner];
+    for row in 0..outer {
+        for column in 0..inner {
+            let place = |index: usize| (row * len + index) * inner + column;
+            let mut all: Vec<usize> = (0..len).collect();
+            all.sort_by(|one, other| {
+                let by = order(place(*one), place(*other));
+                if largest { by.reverse() } else { by }
+            });
+            for (rank, index) in all.into_iter().take(k).enumerate() {
+                places[(row * k + rank) * inner + column] = index as i64;
+            }
+        }
+    }
+    let mut shape = own;
+    shape[at] = k;
+    let places = Array::from_data(TensorData::new(places, shape), &x.device());
+    Ok(vec![x.gather(at, places.clone()), places])
+}

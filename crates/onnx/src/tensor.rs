@@ -1,0 +1,80 @@
+//! Tensors of ONNX files.
+
+use burn::tensor::{BoolStore, DType, TensorData};
+use bytes::Bytes;
+
+use crate::OnnxError;
+use crate::proto::{DataType, TensorProto};
+use crate::source::Files;
+
+/// The element type of bools on the host.
+pub(crate) const BOOL: DType = DType::Bool(BoolStore::Native);
+
+/// Returns the element type of a number in a file; an error in words for those that are not supported.
+pub(crate) fn dtype(number: i32) -> Result<DType, String> {
+    use DataType as T;
+    let of = T::try_from(number).map_err(|_| format!("{number} is no element type"))?;
+    Ok(match of {
+        T::Float => DType::F32,
+        T::Double => DType::F64,
+        T::Float16 => DType::F16,
+        T::Bfloat16 => DType::BF16,
+        T::Int8 => DType::I8,
+        T::Int16 => DType::I16,
+        T::Int32 => DType::I32,
+        T::Int64 => DType::I64,
+        T::Uint8 => DType::U8,
+        T::Uint16 => DType::U16,
+        T::Uint32 => DType::U32,
+        T::Uint64 => DType::U64,
+        T::Bool => BOOL,
+        other => return Err(format!("elements of type {other:?} are not supported")),
+    })
+}
+
+/// Reads a tensor. Data in files stay mapped.
+pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<TensorData, OnnxError> {
+    let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
+    let dtype = dtype(tensor.data_type).map_err(failed)?;
+    let shape = tensor
+        .dims
+        .iter()
+        .map(|own| usize::try_from(*own).map_err(|_| failed(format!("a dimension is {own}"))))
+        .collect::<Result<Vec<_>, _>>()?;
+    let need = shape
+        .iter()
+        .try_fold(dtype.size(), |all, own| all.checked_mul(*own))
+        .ok_or_else(|| failed("it is larger than memory".to_owned()))?;
+    let bytes = match tensor.data_location {
+        0 => listed(tensor, dtype),
+        1 => files.bytes(tensor)?,
+        other => return Err(failed(format!("{other} is no place of data"))),
+    };
+    if bytes.len() != need {
+        return Err(failed(format!("it needs {need} bytes, and has {}", bytes.len())));
+    }
+    if matches!(dtype, DType::Bool(_)) && bytes.iter().any(|byte| *byte > 1) {
+        return Err(failed("a bool is neither 0 nor 1".to_owned()));
+    }
+    Ok(TensorData::from_bytes(burn::tensor::Bytes::from_bytes_vec(bytes.to_vec()), shape, dtype))
+}
+
+/// Returns the bytes of data in the message, whichever list they are in.
+fn listed(tensor: &TensorProto, dtype: DType) -> Bytes {
+    fn packed<T: Copy, const N: usize>(of: &[T], bytes: impl Fn(T) -> [u8; N]) -> Bytes {
+        of.iter().flat_map(|own| bytes(*own)).collect::<Vec<u8>>().into()
+    }
+    if !tensor.raw_data.is_empty() {
+        return tensor.raw_data.clone();
+    }
+    match dtype {
+        DType::F32 => packed(&tensor.float_data, f32::to_le_bytes),
+        DType::F64 => packed(&tensor.double_data, f64::to_le_bytes),
+        DType::I64 => packed(&tensor.int64_data, i64::to_le_bytes),
+        DType::U64 => packed(&tensor.uint64_data, u64::to_le_bytes),
+        DType::U32 => packed(&tensor.uint64_data, |own| (own as u32).to_le_bytes()),
+        DType::I32 => packed(&tensor.int32_data, i32::to_le_bytes),
+        _ if dtype.size() == 2 => packed(&tensor.int32_data, |own| (own as u16).to_le_bytes()),
+        _ => packed(&tensor.int32_data, |own| [own as u8]),
+    }
+}

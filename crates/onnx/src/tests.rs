@@ -1,0 +1,279 @@
+//! Tests of models that are made here.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use burn::backend::{DispatchDevice, FlexDevice};
+use burn::tensor::TensorData;
+use prost::Message;
+
+use crate::proto::{
+    AttributeProto, Dimension, FunctionProto, GraphProto, Length, ModelProto, NodeProto,
+    OperatorSetIdProto, StringStringEntryProto, TensorProto, TensorShapeProto, TensorTypeProto,
+    TypeProto, TypeValue, ValueInfoProto,
+};
+use crate::{Model, OnnxError};
+
+fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
+    let list = |names: &[&str]| names.iter().map(|own| (*own).to_owned()).collect();
+    NodeProto {
+        op_type: op.to_owned(),
+        input: list(inputs),
+        output: list(outputs),
+        name: format!("{op} of {}", inputs.join(" ")),
+        ..NodeProto::default()
+    }
+}
+
+fn value(name: &str, shape: &[&str]) -> ValueInfoProto {
+    let dim = shape
+        .iter()
+        .map(|own| Dimension {
+            value: Some(own.parse().map_or(Length::Name((*own).to_owned()), Length::Number)),
+        })
+        .collect();
+    let shape = Some(TensorShapeProto { dim });
+    let tensor = TypeValue::Tensor(TensorTypeProto { elem_type: 1, shape });
+    ValueInfoProto { name: name.to_owned(), r#type: Some(TypeProto { value: Some(tensor) }) }
+}
+
+fn model(nodes: Vec<NodeProto>, inputs: &[&str], outputs: &[&str]) -> ModelProto {
+    let values = |names: &[&str]| names.iter().map(|own| value(own, &["n", "2"])).collect();
+    let graph = GraphProto {
+        node: nodes,
+        input: values(inputs),
+        output: values(outputs),
+        ..GraphProto::default()
+    };
+    let opset = |domain: &str, version| OperatorSetIdProto { domain: domain.to_owned(), version };
+    ModelProto {
+        ir_version: 10,
+        graph: Some(graph),
+        opset_import: vec![opset("", 21), opset("own", 1)],
+        ..ModelProto::default()
+    }
+}
+
+fn device() -> DispatchDevice {
+    DispatchDevice::Flex(FlexDevice)
+}
+
+fn open(model: &ModelProto, folder: &Path, dimensions: &[(&str, u64)]) -> Result<Model, OnnxError> {
+    let path = folder.join("model.onnx");
+    fs::write(&path, model.encode_to_vec()).expect("written");
+    let dimensions = dimensions.iter().map(|(name, len)| ((*name).to_owned(), *len)).collect();
+    Model::open(path, &dimensions, &device(), &device())
+}
+
+fn refused(model: &ModelProto) -> String {
+    let folder = tempfile::tempdir().expect("a folder");
+    open(model, folder.path(), &[]).err().expect("refused").to_string()
+}
+
+/// Runs a model on `[[1, -2]]`, and returns the first result.
+fn run(model: &ModelProto) -> Vec<f32> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = open(model, folder.path(), &[]).expect("it is valid");
+    let x = TensorData::new(vec![1f32, -2.0], [1, 2]);
+    let made = model.run(vec![x; model.inputs().len()]).expect("it runs");
+    made[0].iter::<f32>().collect()
+}
+
+#[test]
+fn nodes_run_in_the_order_of_their_values() {
+    let sum = node("Add", &["a", "x"], &["y"]);
+    let made = run(&model(vec![sum, node("Relu", &["x"], &["a"])], &["x"], &["y"]));
+    assert_eq!(made, [2.0, -2.0]);
+}
+
+#[test]
+fn functions_take_attributes_and_values_of_their_call() {
+    let mut leaky = node("LeakyRelu", &["in"], &["out"]);
+    let refers = AttributeProto {
+        name: "alpha".to_owned(),
+        ref_attr_name: "slope".to_owned(),
+        r#type: 1,
+        ..AttributeProto::default()
+    };
+    leaky.attribute = vec![refers.clone()];
+    let list = |names: &[&str]| names.iter().map(|own| (*own).to_owned()).collect::<Vec<_>>();
+    let function =
+        |name: &str, node: Vec<NodeProto>, attributes: Vec<AttributeProto>| FunctionProto {
+            name: name.to_owned(),
+            domain: "own".to_owned(),
+            input: list(&["in"]),
+            output: list(&["out"]),
+            node,
+            attribute_proto: attributes,
+            ..FunctionProto::default()
+        };
+    let slope = |f: f32| AttributeProto {
+        name: "slope".to_owned(),
+        f,
+        r#type: 1,
+        ..AttributeProto::default()
+    };
+    let call = |name: &str, from: &str, to: &str, attributes: Vec<AttributeProto>| NodeProto {
+        domain: "own".to_owned(),
+        attribute: attributes,
+        ..node(name, &[from], &[to])
+    };
+    let twice = vec![
+        call("Leak", "in", "half", vec![slope(0.5)]),
+        node("Add", &["half", "half"], &["out"]),
+    ];
+    let calls = vec![call("Twice", "x", "a", Vec::new()), call("Leak", "a", "y", Vec::new())];
+    let mut whole = model(calls, &["x"], &["y"]);
+    whole.functions = vec![
+        function("Leak", vec![leaky], vec![slope(0.25)]),
+        function("Twice", twice, Vec::new()),
+    ];
+    // 1 and -2 leak to 1 and -1, become 2 and -2, and leak by the default to 2 and -0.5.
+    assert_eq!(run(&whole), [2.0, -0.5]);
+    let endless = vec![call("Twice", "in", "out", Vec::new())];
+    whole.functions[1] = function("Twice", endless, Vec::new());
+    assert!(refused(&whole).contains("the function `Twice` calls itself"));
+}
+
+#[test]
+fn a_graph_reads_values_around_it() {
+    let part = |op: &str| GraphProto {
+        node: vec![node(op, &["x", "x"], &["out"])],
+        output: vec![ValueInfoProto { name: "out".to_owned(), r#type: None }],
+        ..GraphProto::default()
+    };
+    let graph = |name: &str, op: &str| AttributeProto {
+        name: name.to_owned(),
+        g: Some(part(op)),
+        r#type: 5,
+        ..AttributeProto::default()
+    };
+    let mut branch = node("If", &["flag"], &["y"]);
+    branch.attribute = vec![graph("then_branch", "Add"), graph("else_branch", "Mul")];
+    let mut flag = node("Constant", &[], &["flag"]);
+    for (truth, made) in [(1, [2.0, -4.0]), (0, [1.0, 4.0])] {
+        let tensor =
+            TensorProto { data_type: 9, raw_data: vec![truth].into(), ..TensorProto::default() };
+        flag.attribute = vec![AttributeProto {
+            name: "value".to_owned(),
+            t: Some(tensor),
+            r#type: 4,
+            ..AttributeProto::default()
+        }];
+        assert_eq!(run(&model(vec![branch.clone(), flag.clone()], &["x"], &["y"])), made);
+    }
+}
+
+#[test]
+fn invalid_models_are_refused() {
+    let relu = |from: &str, to: &str| node("Relu", &[from], &[to]);
+    let of = |nodes: Vec<NodeProto>| refused(&model(nodes, &["x"], &["y"]));
+    assert!(of(vec![relu("a", "y"), relu("y", "a")]).contains("needs itself"));
+    assert!(of(vec![relu("x", "y"), relu("x", "y")]).contains("two values are named `y`"));
+    assert!(of(vec![relu("z", "y")]).contains("nothing makes `z`, which `Relu of z` reads"));
+    assert!(of(Vec::new()).contains("nothing makes the output `y`"));
+    let unknown = of(vec![
+        node("Foo", &["x"], &["a"]),
+        node("Foo", &["a"], &["b"]),
+        node("Bar", &["b"], &["y"]),
+    ]);
+    assert!(unknown.contains("Foo (2): the operator is not supported"), "{unknown}");
+    assert!(unknown.contains("Bar (1): the operator is not supported"), "{unknown}");
+    let mut newer = model(vec![relu("x", "y")], &["x"], &["y"]);
+    newer.opset_import[0].version = 99;
+    assert!(refused(&newer).contains("versions 1 to 27 are known"));
+    newer.opset_import.clear();
+    assert!(refused(&newer).contains("names no version"));
+}
+
+#[test]
+fn names_of_dimensions_become_numbers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let relu = model(vec![node("Relu", &["x"], &["y"])], &["x"], &["y"]);
+    open(&relu, folder.path(), &[("n", 3)]).expect("it is a name");
+    let wrong = open(&relu, folder.path(), &[("m", 3)]).err().expect("no name").to_string();
+    assert_eq!(wrong, "no input has a dimension named `m`\nhint: its names are n");
+}
+
+#[test]
+fn data_of_tensors_may_be_in_files_beside_the_model() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let inner = folder.path().join("inner");
+    fs::create_dir(&inner).expect("created");
+    let bytes: Vec<u8> = [7f32, 3.0, 4.0].iter().flat_map(|own| own.to_le_bytes()).collect();
+    fs::write(inner.join("data"), &bytes).expect("written");
+    fs::write(folder.path().join("data"), &bytes).expect("written");
+    let read = |entries: &[(&str, &str)]| {
+        let entry = |(key, value): &(&str, &str)| StringStringEntryProto {
+            key: (*key).to_owned(),
+            value: (*value).to_owned(),
+        };
+        let tensor = TensorProto {
+            dims: vec![1, 2],
+            data_type: 1,
+            name: "w".to_owned(),
+            data_location: 1,
+            external_data: entries.iter().map(entry).collect(),
+            ..TensorProto::default()
+        };
+        let mut sum = model(vec![node("Add", &["x", "w"], &["y"])], &["x"], &["y"]);
+        sum.graph.as_mut().expect("made above").initializer.push(tensor);
+        let model = open(&sum, &inner, &[]).map_err(|why| why.to_string())?;
+        let made = model.run(vec![TensorData::new(vec![1f32, 1.0], [1, 2])]).expect("it runs");
+        Ok::<Vec<f32>, String>(made[0].iter::<f32>().collect())
+    };
+    let whole = ("location", "data");
+    assert_eq!(read(&[whole, ("offset", "4"), ("length", "8")]), Ok(vec![4.0, 5.0]));
+    let why = |entries: &[(&str, &str)]| read(entries).expect_err("refused");
+    assert!(why(&[whole, ("offset", "8"), ("length", "8")]).contains("ends before its data do"));
+    assert!(why(&[whole, ("offset", "4"), ("length", "4")]).contains("needs 8 bytes, and has 4"));
+    assert!(why(&[("location", "../data")]).contains("outside the model's folder"));
+    assert!(why(&[("location", "missing")]).contains("cannot read missing"));
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("../data", inner.join("link")).expect("linked");
+        assert!(why(&[("location", "link")]).contains("outside the model's folder"));
+    }
+}
+
+/// Damaged files are refused or run, and never panic.
+#[test]
+fn damaged_files_are_no_panic() {
+    let mut graph = model(
+        vec![node("MatMul", &["x", "w"], &["a"]), node("Softmax", &["a"], &["y"])],
+        &["x"],
+        &["y"],
+    );
+    graph.graph.as_mut().expect("made above").initializer.push(TensorProto {
+        dims: vec![2, 2],
+        data_type: 1,
+        name: "w".to_owned(),
+        float_data: vec![1.0, 2.0, 3.0, 4.0],
+        ..TensorProto::default()
+    });
+    let whole = graph.encode_to_vec();
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.onnx");
+    let mut state = 1u64;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) as usize % below
+    };
+    let mut valid = 0;
+    for _ in 0..10_000 {
+        let mut bytes = whole.clone();
+        for _ in 0..=random(3) {
+            let at = random(bytes.len());
+            bytes[at] = random(256) as u8;
+        }
+        bytes.truncate(bytes.len() - if random(4) == 0 { random(bytes.len()) } else { 0 });
+        fs::write(&path, &bytes).expect("written");
+        if let Ok(model) = Model::open(&path, &BTreeMap::new(), &device(), &device()) {
+            valid += 1;
+            let x = TensorData::new(vec![1f32, -2.0], [1, 2]);
+            let _result = model.run(vec![x; model.inputs().len()]);
+        }
+    }
+    assert!(valid > 0, "some damage changes nothing");
+}
