@@ -217,10 +217,23 @@ fn binary(call: &Call<'_>) -> Option<Run> {
         "Mod" => {
             of_two(|a, b| Ok(a.numbers(b, Dispatch::float_remainder, Dispatch::int_remainder)))
         }
-        "PRelu" => of_two(|x, slope| {
-            let above = x.clone().above(0.0);
-            above.choose(x.clone(), x.times(slope))
-        }),
+        "PRelu" => {
+            let by_channel = call.opset < 7;
+            of_two(move |x, slope| {
+                let above = x.clone().above(0.0);
+                // Until opset 6 a slope was that of a channel.
+                let slope = match slope.count() {
+                    1 => slope,
+                    channels if by_channel => {
+                        let mut each = vec![1; x.rank()];
+                        each[1] = channels;
+                        slope.reshape(&each)
+                    }
+                    _ => slope,
+                };
+                above.choose(x.clone(), x.times(slope))
+            })
+        }
         "Equal" => order(Order::Equal, false),
         "Greater" => order(Order::Greater, false),
         "GreaterOrEqual" => order(Order::GreaterOrEqual, false),

@@ -13,6 +13,8 @@ mod reduce;
 mod resize;
 mod sequence;
 mod shape;
+mod signal;
+mod vision;
 mod windows;
 
 use std::ops::Range;
@@ -29,7 +31,7 @@ pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Se
 /// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
 pub(crate) type Read = Option<Result<Run, String>>;
 
-const FAMILIES: [fn(&Call<'_>) -> Read; 14] = [
+const FAMILIES: [fn(&Call<'_>) -> Read; 16] = [
     elementwise::read,
     shape::read,
     reduce::read,
@@ -44,6 +46,8 @@ const FAMILIES: [fn(&Call<'_>) -> Read; 14] = [
     recurrent::read,
     loss::read,
     sequence::read,
+    signal::read,
+    vision::read,
 ];
 
 /// Reads the operator of a node.

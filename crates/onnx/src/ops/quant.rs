@@ -127,12 +127,15 @@ fn of_filters(w: Array, zero: Option<Array>) -> Array {
 }
 
 /// Least and greatest number of an integer type.
-fn limits(dtype: DType) -> (f64, f64) {
+pub(super) fn limits(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::I8 => (-128.0, 127.0),
         DType::U8 => (0.0, 255.0),
         DType::I16 => (-32_768.0, 32_767.0),
         DType::U16 => (0.0, 65_535.0),
+        DType::I64 => (i64::MIN as f64, i64::MAX as f64),
+        DType::U32 => (0.0, f64::from(u32::MAX)),
+        DType::U64 => (0.0, u64::MAX as f64),
         _ => (f64::from(i32::MIN), f64::from(i32::MAX)),
     }
 }

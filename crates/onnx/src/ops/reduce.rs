@@ -90,10 +90,26 @@ fn abs(x: Array) -> Array {
     }
 }
 
+/// Returns true if a fold over these dimensions has no elements.
+fn is_empty(x: &Array, axes: &[usize]) -> bool {
+    let own = x.shape();
+    axes.iter().any(|at| own[*at] == 0)
+}
+
+/// Returns the extreme of no elements: an infinity, or the limit of an integer type.
+fn of_nothing(x: &Array, axes: &[usize], value: f64) -> Array {
+    let mut shape = x.shape();
+    axes.iter().for_each(|at| shape[*at] = 1);
+    let (least, most) = super::quant::limits(x.dtype());
+    let value = if x.kind() == Kind::Int { value.clamp(least, most) } else { value };
+    Array::full(&shape, scalar_of(value, x.dtype()), x.dtype(), &x.device())
+}
+
 fn max(x: Array, axes: &[usize]) -> Array {
     match x.kind() {
         // true is the larger one.
         Kind::Bool => max(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
+        _ if is_empty(&x, axes) => of_nothing(&x, axes, f64::NEG_INFINITY),
         _ => each(x, axes, Dispatch::float_max_dim, Dispatch::int_max_dim),
     }
 }
@@ -101,6 +117,7 @@ fn max(x: Array, axes: &[usize]) -> Array {
 fn min(x: Array, axes: &[usize]) -> Array {
     match x.kind() {
         Kind::Bool => min(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
+        _ if is_empty(&x, axes) => of_nothing(&x, axes, f64::INFINITY),
         _ => each(x, axes, Dispatch::float_min_dim, Dispatch::int_min_dim),
     }
 }

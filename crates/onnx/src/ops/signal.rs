@@ -1,0 +1,126 @@
+//! Operators of signals: Fourier transforms and windows.
+
+use burn::tensor::{DType, TensorData};
+
+use super::linear::product;
+use super::{Call, Inputs, Read, Run, axis};
+use crate::array::{Array, scalar_of};
+use crate::tensor;
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    // Coefficients of cosines of 0, 1 and 2 times the angle.
+    let coefficients = match call.op() {
+        "HannWindow" => [0.5, -0.5, 0.0],
+        "HammingWindow" => [25.0 / 46.0, -21.0 / 46.0, 0.0],
+        "BlackmanWindow" => [0.42, -0.5, 0.08],
+        "DFT" => return Some(Ok(transform(call))),
+        _ => return None,
+    };
+    let periodic = call.int("periodic") != Some(0);
+    let to = match tensor::dtype(call.int("output_datatype").unwrap_or(1) as i32) {
+        Ok(to) => to,
+        Err(why) => return Some(Err(why)),
+    };
+    Some(Ok(Box::new(move |inputs| {
+        let size = inputs.lengths(0)?[0];
+        let turn = if periodic { size } else { size.saturating_sub(1) };
+        let value = |at: usize| {
+            let angle = std::f64::consts::TAU * at as f64 / turn.max(1) as f64;
+            let term = |(times, own): (usize, &f64)| own * (times as f64 * angle).cos();
+            coefficients.iter().enumerate().map(term).sum::<f64>()
+        };
+        let data = TensorData::new((0..size).map(value).collect::<Vec<f64>>(), [size]);
+        Ok(vec![Array::from_data(data.convert_dtype(to), inputs.device)])
+    })))
+}
+
+fn transform(call: &Call<'_>) -> Run {
+    let (inverse, onesided) = (call.flag("inverse"), call.flag("onesided"));
+    // Until opset 19 the axis was an attribute.
+    let fixed = if call.opset < 20 { Some(call.int("axis").unwrap_or(1)) } else { None };
+    Box::new(move |inputs| {
+        let x = inputs.get(0)?;
+        let at = match (fixed, inputs.maybe(2)) {
+            (Some(fixed), _) => fixed,
+            (None, Some(own)) => own.ints()?[0],
+            (None, None) => -2,
+        };
+        let at = axis(at, x.rank())?;
+        dft(inputs, x, at, inverse, onesided)
+    })
+}
+
+/// X[k] = Σ x[t] · e^(∓2πi·k·t/n), the inverse over n. A onesided transform has, or takes, the first n/2 + 1 of X alone.
+fn dft(
+    inputs: &Inputs<'_>,
+    x: Array,
+    at: usize,
+    inverse: bool,
+    onesided: bool,
+) -> Result<Vec<Array>, String> {
+    let (own, dtype) = (x.shape(), x.dtype());
+    let rank = own.len();
+    if rank < 2 || at == rank - 1 || own[rank - 1] == 0 || own[rank - 1] > 2 {
+        return Err("the last dimension of x has no real and imaginary part".to_owned());
+    }
+    let to_real = inverse && onesided;
+    let given = inputs.maybe(1).map(|own| own.lengths()).transpose()?;
+    let usual = if to_real { 2 * (own[at].max(1) - 1) } else { own[at] };
+    let n = given.and_then(|own| own.first().copied()).unwrap_or(usual);
+    if n == 0 {
+        return Err("the transform has no elements".to_owned());
+    }
+    let taken = own[at].min(if to_real { n / 2 + 1 } else { n });
+    let made = if onesided && !inverse { n / 2 + 1 } else { n };
+    // The dimension becomes the last one.
+    let mut order: Vec<usize> = (0..rank - 1).filter(|own| *own != at).collect();
+    order.push(at);
+    let lines: usize = order[..rank - 2].iter().map(|at| own[*at]).product();
+    let part = |which: usize| {
+        let part = x.clone().narrow(rank - 1, which, which + 1).reshape(&own[..rank - 1]);
+        part.permute(&order).reshape(&[lines, own[at]]).narrow(1, 0, taken)
+    };
+    let real = part(0);
+    let imaginary = match own[rank - 1] {
+        2 => part(1),
+        _ => Array::full(&[lines, taken], scalar_of(0.0, dtype), dtype, &x.device()),
+    };
+    let sign = if inverse { 1.0 } else { -1.0 };
+    let weight = |t: usize| match (inverse, to_real) {
+        (false, _) => 1.0,
+        (true, false) => 1.0 / n as f64,
+        // Frequencies that are not there are the conjugates of others.
+        (true, true) if t == 0 || 2 * t == n => 1.0 / n as f64,
+        (true, true) => 2.0 / n as f64,
+    };
+    let matrix = |of: fn(f64) -> f64, sign: f64| {
+        let value = |t: usize, k: usize| {
+            let angle = std::f64::consts::TAU * (t * k % n) as f64 / n as f64;
+            sign * weight(t) * of(angle)
+        };
+        let all: Vec<f64> = (0..taken)
+            .flat_map(|t| (0..made).map(move |k| (t, k)))
+            .map(|(t, k)| value(t, k))
+            .collect();
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let data = TensorData::new(all, [taken, made]).convert_dtype(wide);
+        Array::from_data(data, &x.device()).cast(dtype)
+    };
+    let (cos, sin) = (matrix(f64::cos, 1.0), matrix(f64::sin, sign));
+    let out_real =
+        product(real.clone(), cos.clone())?.minus(product(imaginary.clone(), sin.clone())?);
+    let mut shape: Vec<usize> = order.iter().map(|at| own[*at]).collect();
+    shape[rank - 2] = made;
+    let mut back: Vec<usize> = (0..rank - 2).collect();
+    back.insert(at, rank - 2);
+    let finished = |part: Array| {
+        let part = part.reshape(&shape).permute(&back);
+        let whole = [&part.shape()[..], &[1]].concat();
+        part.reshape(&whole)
+    };
+    if to_real {
+        return Ok(vec![finished(out_real)]);
+    }
+    let out_imaginary = product(real, sin)?.plus(product(imaginary, cos)?);
+    Ok(vec![Array::concat(vec![finished(out_real), finished(out_imaginary)], rank - 1)])
+}
