@@ -111,7 +111,7 @@ fn check(
         }
         moved = learning.kl;
     }
-    // Else a sampler that never sees a step would pass, too.
+    // If the policy did not move, a sampler with old weights would pass, too.
     if moved.is_none_or(|kl| kl < MOVED) {
         return Err(failed(format!("the policy stays near its start: KL {moved:?}")));
     }

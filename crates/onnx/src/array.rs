@@ -67,7 +67,7 @@ impl Array {
     /// Copies the elements to the host.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The device failed.
     pub(crate) fn to_data(&self) -> Result<TensorData, String> {
         let tensor = self.tensor.clone();
         let read = match self.kind() {
@@ -244,7 +244,7 @@ impl Array {
     /// Returns the elements as i64.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The device failed.
     pub(crate) fn ints(&self) -> Result<Vec<i64>, String> {
         Ok(self.to_data()?.iter::<i64>().collect())
     }
@@ -261,7 +261,7 @@ impl Array {
     /// Returns the elements as f64.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The device failed.
     pub(crate) fn floats(&self) -> Result<Vec<f64>, String> {
         Ok(self.to_data()?.iter::<f64>().collect())
     }

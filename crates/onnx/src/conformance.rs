@@ -38,6 +38,9 @@ pub fn check(folder: &Path, device: &DispatchDevice, host: &DispatchDevice) -> O
         .filter(|path| path.is_dir())
         .collect();
     sets.sort();
+    if sets.is_empty() {
+        return Outcome::Refused("it has no data".to_owned());
+    }
     for set in sets {
         let all = |kind: &str| -> Result<Vec<TensorData>, OnnxError> {
             let path = |at: usize| set.join(format!("{kind}_{at}.pb"));
@@ -51,6 +54,10 @@ pub fn check(folder: &Path, device: &DispatchDevice, host: &DispatchDevice) -> O
             Ok(outputs) => outputs,
             Err(why) => return Outcome::Failed(why.to_string()),
         };
+        if outputs.len() != expected.len() {
+            let (have, want) = (outputs.len(), expected.len());
+            return Outcome::Wrong(format!("it has {have} outputs, expected {want}"));
+        }
         for (at, (have, want)) in outputs.iter().zip(&expected).enumerate() {
             if let Some(why) = difference(have, want) {
                 return Outcome::Wrong(format!("output {at}: {why}"));

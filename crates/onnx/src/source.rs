@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
 
 use bytes::Bytes;
 use memmap2::Mmap;
@@ -47,15 +46,7 @@ fn map(path: &Path) -> Result<Bytes, OnnxError> {
     let file = File::open(path).map_err(failed)?;
     // SAFETY: as for other checkpoints, nobody changes the file while it is used.
     let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-    Ok(Bytes::from_owner(Shared(Arc::new(map))))
-}
-
-struct Shared(Arc<Mmap>);
-
-impl AsRef<[u8]> for Shared {
-    fn as_ref(&self) -> &[u8] {
-        &self.0
-    }
+    Ok(Bytes::from_owner(map))
 }
 
 impl Files {

@@ -32,7 +32,7 @@ pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     })
 }
 
-/// Reads a tensor. Data in files stay mapped.
+/// Reads a tensor into memory.
 pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<TensorData, OnnxError> {
     let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
     let dtype = dtype(tensor.data_type).map_err(failed)?;

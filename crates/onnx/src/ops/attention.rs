@@ -154,7 +154,7 @@ fn given_mask(inputs: &Inputs<'_>, columns: usize, wide: DType) -> Result<Option
     let mut shape = mask.shape();
     let last = shape.len() - 1;
     let more = columns.saturating_sub(shape[last]);
-    if more == 0 || shape[last] == 1 && columns > 1 && more == columns - 1 && last == 0 {
+    if more == 0 {
         return Ok(Some(mask));
     }
     shape[last] = more;

@@ -2,7 +2,7 @@
 
 use burn::backend::ops::{ActivationOps, BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchTensor};
-use burn::tensor::{DType, Scalar};
+use burn::tensor::Scalar;
 
 use super::{Call, Inputs, Read, Run};
 use crate::array::{Array, Kind, Order, bool_dtype};
@@ -185,7 +185,9 @@ fn is_inf(x: Array, negative: bool, positive: bool) -> Array {
 /// Without training all elements stay.
 fn dropout() -> Run {
     Box::new(|inputs| {
-        if inputs.maybe(2).is_some_and(|train| train.ints().is_ok_and(|all| all != [0])) {
+        if let Some(train) = inputs.maybe(2)
+            && train.ints()? != [0]
+        {
             return Err("dropout while training is random".to_owned());
         }
         let x = inputs.get(0)?;
@@ -278,11 +280,8 @@ fn fmod(a: Array, b: Array) -> Array {
 
 fn others(call: &Call<'_>) -> Option<Run> {
     Some(match call.op() {
-        "Max" => fold(|a, b| larger(a, b, Order::Greater)),
-        "Min" => fold(|a, b| {
-            let first = b.clone().compared(a.clone(), Order::Greater);
-            with_nan(first.choose(a.clone(), b.clone())?, a, b)
-        }),
+        "Max" => fold(|a, b| extreme(a.clone().compared(b.clone(), Order::Greater), a, b)),
+        "Min" => fold(|a, b| extreme(b.clone().compared(a.clone(), Order::Greater), a, b)),
         "Sum" => fold(|a, b| Ok(a.plus(b))),
         "Mean" => Box::new(|inputs| {
             let count = inputs.all.len() as f64;
@@ -300,16 +299,11 @@ fn others(call: &Call<'_>) -> Option<Run> {
         "Cast" => {
             let to = call.int("to").and_then(|to| i32::try_from(to).ok()).unwrap_or(0);
             let to = tensor::dtype(to);
-            Box::new(move |inputs| Ok(vec![cast(inputs.get(0)?, to.clone()?)]))
+            Box::new(move |inputs| Ok(vec![inputs.get(0)?.cast(to.clone()?)]))
         }
-        "CastLike" => of_two(|x, like| Ok(cast(x, like.dtype()))),
+        "CastLike" => of_two(|x, like| Ok(x.cast(like.dtype()))),
         _ => return None,
     })
-}
-
-/// Floats become integers towards 0.
-fn cast(x: Array, dtype: DType) -> Array {
-    x.cast(dtype)
 }
 
 fn fold(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
@@ -320,20 +314,14 @@ fn fold(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'sta
     })
 }
 
-fn larger(a: Array, b: Array, by: Order) -> Result<Array, String> {
-    let first = a.clone().compared(b.clone(), by);
-    with_nan(first.choose(a.clone(), b.clone())?, a, b)
-}
-
-/// NaN of either operand stays.
-fn with_nan(chosen: Array, a: Array, b: Array) -> Result<Array, String> {
+/// Takes elements of a where they come first, and of b elsewhere. NaN of either stays.
+fn extreme(first: Array, a: Array, b: Array) -> Result<Array, String> {
+    let chosen = first.choose(a.clone(), b.clone())?;
     if a.kind() != Kind::Float {
         return Ok(chosen);
     }
-    // NaN where a is, and 0 elsewhere; b is chosen where it is NaN itself.
-    let same = a.clone().compared(a.clone(), Order::Equal);
-    let of_b = b.clone().compared(b.clone(), Order::Equal);
-    of_b.choose(same.choose(chosen, a)?, b)
+    let is_number = |own: &Array| own.clone().compared(own.clone(), Order::Equal);
+    is_number(&b).choose(is_number(&a).choose(chosen, a)?, b)
 }
 
 fn clip(inputs: &Inputs<'_>, limits: [Option<f64>; 2]) -> Result<Vec<Array>, String> {

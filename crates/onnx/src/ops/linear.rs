@@ -155,7 +155,7 @@ fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), Str
     Ok((array, labels))
 }
 
-/// Multiplies with all labels of both, by a product of matrices where labels are shared.
+/// Multiplies elements, with all labels of both.
 fn multiplied(
     (a, of_a): (Array, Vec<char>),
     (b, of_b): (Array, Vec<char>),

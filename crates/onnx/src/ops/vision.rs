@@ -64,7 +64,23 @@ fn neighbours(place: f64, mode: Mode) -> Vec<(f64, f64)> {
     }
 }
 
-/// Returns a place within the image; none for a pixel of 0.
+/// First and last place of a dimension.
+fn bounds(len: usize, corners: bool) -> (f64, f64) {
+    let last = len as f64 - 1.0;
+    if corners { (0.0, last) } else { (-0.5, last + 0.5) }
+}
+
+/// Returns a place within the bounds, reflected by them as often as it takes.
+fn reflected(place: f64, (least, most): (f64, f64)) -> f64 {
+    let span = most - least;
+    if span <= 0.0 {
+        return least;
+    }
+    let far = (place - least).rem_euclid(2.0 * span);
+    least + if far <= span { far } else { 2.0 * span - far }
+}
+
+/// Returns the pixel of a place; none for a pixel of 0.
 fn within(place: f64, len: usize, edge: Edge, corners: bool) -> Option<usize> {
     let last = len as f64 - 1.0;
     if (0.0..=last).contains(&place) {
@@ -73,16 +89,7 @@ fn within(place: f64, len: usize, edge: Edge, corners: bool) -> Option<usize> {
     match edge {
         Edge::Zeros => None,
         Edge::Border => Some(place.clamp(0.0, last) as usize),
-        Edge::Reflection => {
-            let (least, most) = if corners { (0.0, last) } else { (-0.5, last + 0.5) };
-            let span = most - least;
-            if span <= 0.0 {
-                return Some(0);
-            }
-            let far = (place - least).rem_euclid(2.0 * span);
-            let place = least + if far <= span { far } else { 2.0 * span - far };
-            Some(place.clamp(0.0, last) as usize)
-        }
+        Edge::Reflection => Some(reflected(place, bounds(len, corners)).clamp(0.0, last) as usize),
     }
 }
 
@@ -124,21 +131,13 @@ fn grid_sample(
                 place = place.round_ties_even();
             }
             // A place beyond the edges moves before its neighbours are taken.
-            let outside = if corners {
-                !(0.0..=size - 1.0).contains(&place)
-            } else {
-                !(-0.5..=size - 0.5).contains(&place)
-            };
-            if outside && edge == Edge::Border {
-                place = place.clamp(0.0, size - 1.0);
-            }
-            if outside && edge == Edge::Reflection {
-                let (least, most) = if corners { (0.0, size - 1.0) } else { (-0.5, size - 0.5) };
-                let span = most - least;
-                if span > 0.0 {
-                    let far = (place - least).rem_euclid(2.0 * span);
-                    place = least + if far <= span { far } else { 2.0 * span - far };
-                }
+            let (least, most) = bounds(*len, corners);
+            if !(least..=most).contains(&place) {
+                place = match edge {
+                    Edge::Zeros => place,
+                    Edge::Border => place.clamp(0.0, size - 1.0),
+                    Edge::Reflection => reflected(place, (least, most)),
+                };
             }
             let near: Vec<_> = neighbours(place, mode)
                 .into_iter()

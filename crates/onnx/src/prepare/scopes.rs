@@ -1,6 +1,7 @@
 //! Names of values, and the order of nodes.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, HashSet};
 
 use crate::OnnxError;
 use crate::error::invalid;
@@ -78,14 +79,15 @@ fn order(
             }
         }
     }
-    let mut ready: VecDeque<usize> = (0..nodes.len()).filter(|at| waits[*at] == 0).collect();
+    let ready = (0..nodes.len()).filter(|at| waits[*at] == 0);
+    let mut ready: BinaryHeap<Reverse<usize>> = ready.map(Reverse).collect();
     let mut order = Vec::with_capacity(nodes.len());
-    while let Some(at) = ready.pop_front() {
+    while let Some(Reverse(at)) = ready.pop() {
         order.push(at);
         for reader in &readers[at] {
             waits[*reader] -= 1;
             if waits[*reader] == 0 {
-                ready.push_back(*reader);
+                ready.push(Reverse(*reader));
             }
         }
     }
