@@ -2,7 +2,9 @@
 
 use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchDevice, DispatchTensor, TensorMetadata};
-use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, TensorData};
+use burn::tensor::{
+    BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, Tensor, TensorData,
+};
 
 /// A tensor of any element type and rank.
 ///
@@ -53,15 +55,44 @@ impl Array {
 
     /// Copies data to a device.
     pub(crate) fn from_data(data: TensorData, device: &DispatchDevice) -> Self {
-        let is_scalar = data.shape().rank() == 0;
+        let shape = data.shape().to_vec();
         let dtype = data.dtype();
-        let data = if is_scalar { reshaped(data, vec![1]) } else { data };
+        // Burn pads the rows of matrices on CUDA; vectors have none.
+        let count = data.num_elements();
+        let data = reshaped(data, vec![count]);
         let tensor = match kind(dtype) {
             Kind::Float => Dispatch::float_from_data(data, device),
             Kind::Int => Dispatch::int_from_data(data, device),
             Kind::Bool => Dispatch::bool_from_data(data, device),
         };
-        Self { tensor, is_scalar }
+        Self::of(tensor).reshape(&shape)
+    }
+
+    /// Takes a tensor of Burn.
+    pub(crate) fn of_tensor<const D: usize>(tensor: Tensor<D>) -> Self {
+        Self::of(tensor.into_dispatch())
+    }
+
+    /// Returns a tensor of Burn with a fixed rank. Missing dimensions of length 1 come first.
+    pub(crate) fn tensor<const D: usize>(self) -> Tensor<D> {
+        let shape = self.shape();
+        let ones = std::iter::repeat_n(1, D.saturating_sub(shape.len()));
+        let shape: Vec<usize> = ones.chain(shape).collect();
+        Tensor::from_dispatch(self.reshape(&shape).tensor)
+    }
+
+    /// Returns an image of rank 3 or 4 whose channels come last in memory, on a device with our kernels.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub(crate) fn channels_last(self) -> Result<Self, String> {
+        let shape = self.shape();
+        let order: Vec<usize> = [0].into_iter().chain(2..shape.len()).chain([1]).collect();
+        let back: Vec<usize> = [0, shape.len() - 1].into_iter().chain(1..shape.len() - 1).collect();
+        let turned = self.permute(&order);
+        let own = turned.shape();
+        let dense = ops::contiguous(turned.tensor::<4>()).map_err(|why| why.to_string())?;
+        Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
     }
 
     /// Copies the elements to the host.
@@ -138,6 +169,9 @@ impl Array {
 
     /// Returns the same elements in another shape.
     pub(crate) fn reshape(self, shape: &[usize]) -> Self {
+        if self.shape() == shape {
+            return self;
+        }
         let lies = Shape::from(if shape.is_empty() { vec![1] } else { shape.to_vec() });
         let own = same!(self, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
         Self { is_scalar: shape.is_empty(), ..own }

@@ -1,16 +1,14 @@
 //! Official tests of ONNX: a folder for each, with a model, inputs and expected outputs.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burn::backend::DispatchDevice;
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, Device, TensorData};
 use prost::Message;
 
 use crate::proto::TensorProto;
 use crate::source::Files;
-use crate::{Model, OnnxError, tensor};
+use crate::{Model, OnnxError, Options, tensor};
 
 /// End of a test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,8 +24,8 @@ pub enum Outcome {
 }
 
 /// Runs the test in a folder, with the tolerances of ONNX.
-pub fn check(folder: &Path, device: &DispatchDevice, host: &DispatchDevice) -> Outcome {
-    let model = match Model::open(folder.join("model.onnx"), &BTreeMap::new(), device, host) {
+pub fn check(folder: &Path, options: &Options, device: &Device) -> Outcome {
+    let model = match Model::open(folder.join("model.onnx"), options.clone(), device) {
         Ok(model) => model,
         Err(why) => return Outcome::Refused(why.to_string()),
     };
@@ -72,7 +70,7 @@ fn read(path: &Path) -> Result<TensorData, OnnxError> {
     let bytes = fs::read(path).map_err(failed)?;
     let tensor = TensorProto::decode(&bytes[..])
         .map_err(|why| OnnxError::Decode { path: path.to_owned(), why: why.to_string() })?;
-    tensor::read(&tensor, &mut Files::none())
+    tensor::read(&tensor, &mut Files::none()).map(|own| own.data())
 }
 
 /// Returns how outputs differ, beyond a tolerance of 1e-3 of the expected value and 1e-7.

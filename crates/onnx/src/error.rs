@@ -69,6 +69,14 @@ pub enum OnnxError {
     /// A node that failed in a run.
     #[error("{0}")]
     Node(Fault),
+    /// An input that the model cannot take.
+    #[error("input `{name}`: {why}")]
+    Input {
+        /// Its name.
+        name: String,
+        /// The reason.
+        why: String,
+    },
     /// A dimension that no input has.
     #[error("no input has a dimension named `{name}`\nhint: its names are {}", list(have))]
     Dimension {

@@ -2,15 +2,17 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::DType;
+use ops::Activation;
 
 use crate::OnnxError;
+use crate::array::Array;
 use crate::error::invalid;
 use crate::proto::{
     AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, TypeValue, ValueInfoProto,
 };
 use crate::source::Files;
-use crate::tensor;
+use crate::tensor::{self, Constant};
 
 /// Number of a value in a graph.
 pub(crate) type ValueId = usize;
@@ -28,13 +30,41 @@ pub(crate) struct Graph {
     pub(crate) nodes: Vec<Node>,
 }
 
+impl Graph {
+    /// Removes nodes whose results nobody reads.
+    pub(crate) fn sweep(&mut self) {
+        let mut read = vec![false; self.values.len()];
+        self.outputs.iter().for_each(|id| read[*id] = true);
+        let mut nodes = std::mem::take(&mut self.nodes);
+        nodes.reverse();
+        nodes.retain(|node| {
+            let used = node.outputs.iter().flatten().any(|id| read[*id]);
+            if used {
+                node.inputs.iter().flatten().for_each(|id| read[*id] = true);
+            }
+            used
+        });
+        nodes.reverse();
+        self.nodes = nodes;
+    }
+}
+
 /// A value.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Value {
     pub(crate) name: String,
     pub(crate) ty: Type,
     /// Its elements, if they are known before a run.
-    pub(crate) constant: Option<TensorData>,
+    pub(crate) constant: Option<Constant>,
+}
+
+impl Value {
+    /// Makes it a constant.
+    pub(crate) fn set(&mut self, data: Constant) {
+        let shape = data.shape.iter().map(|len| Some(*len)).collect();
+        self.ty = Type { dtype: Some(data.dtype), shape: Some(shape) };
+        self.constant = Some(data);
+    }
 }
 
 /// Type of a value, as far as it is known before a run.
@@ -49,6 +79,71 @@ impl Type {
     /// Returns the shape, if all lengths are known.
     pub(crate) fn known_shape(&self) -> Option<Vec<usize>> {
         self.shape.as_ref()?.iter().copied().collect()
+    }
+
+    /// Takes over what another type knows.
+    pub(crate) fn learn(&mut self, other: Self) {
+        self.dtype = other.dtype.or(self.dtype);
+        let Some(mut shape) = other.shape else { return };
+        if let Some(own) = self.shape.as_ref().filter(|own| own.len() == shape.len()) {
+            shape.iter_mut().zip(own).for_each(|(new, own)| *new = new.or(*own));
+        }
+        self.shape = Some(shape);
+    }
+
+    /// Returns a tensor as floats of this type. What was derived from a wrong shape would be wrong, too, so it must have this shape.
+    pub(crate) fn checked(&self, array: Array) -> Result<Array, String> {
+        if !self.has(&array.shape()) {
+            let (have, want) = (array.shape(), self.lengths());
+            return Err(format!("a result has the shape {have:?}, and {want} was inferred"));
+        }
+        let float = |own: &DType| own.is_float() && array.dtype().is_float();
+        Ok(match self.dtype.filter(float) {
+            Some(dtype) => array.cast(dtype),
+            None => array,
+        })
+    }
+
+    /// Checks that an input has this type.
+    pub(crate) fn fits(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
+        let bools = |one: DType, other: DType| {
+            matches!((one, other), (DType::Bool(_), DType::Bool(_)))
+        };
+        if let Some(want) = self.dtype.filter(|want| *want != dtype && !bools(*want, dtype)) {
+            return Err(format!("got elements of type {dtype:?}, expected {want:?}"));
+        }
+        match self.has(shape) {
+            true => Ok(()),
+            false => Err(format!("got the shape {shape:?}, expected {}", self.lengths())),
+        }
+    }
+
+    fn has(&self, shape: &[usize]) -> bool {
+        let fits = |(have, want): (&usize, &Option<usize>)| want.is_none_or(|want| *have == want);
+        self.shape
+            .as_ref()
+            .is_none_or(|own| own.len() == shape.len() && shape.iter().zip(own).all(fits))
+    }
+
+    /// Returns the lengths of the dimensions in words.
+    pub(crate) fn lengths(&self) -> String {
+        let named = |own: &Option<usize>| own.map_or("?".to_owned(), |own| own.to_string());
+        match &self.shape {
+            Some(shape) => format!("[{}]", shape.iter().map(named).collect::<Vec<_>>().join(", ")),
+            None => "any shape".to_owned(),
+        }
+    }
+
+    /// Returns what is true of both types.
+    pub(crate) fn shared(&self, other: &Self) -> Self {
+        let shape = match (&self.shape, &other.shape) {
+            (Some(own), Some(other)) if own.len() == other.len() => {
+                let both = own.iter().zip(other).map(|(own, other)| own.filter(|_| own == other));
+                Some(both.collect())
+            }
+            _ => None,
+        };
+        Self { dtype: self.dtype.filter(|_| self.dtype == other.dtype), shape }
     }
 }
 
@@ -75,7 +170,8 @@ pub(crate) enum Attribute {
     Floats(Vec<f32>),
     Text(String),
     Texts(Vec<String>),
-    Tensor(TensorData),
+    Tensor(Constant),
+    Activation(Activation),
     /// A graph, and the place of its captured values in the inputs of the node.
     Graph(Box<Graph>, usize),
     /// A kind that no operator reads.
@@ -145,8 +241,8 @@ impl Reader<'_> {
             }
         }
         for value in &mut scope.graph.values {
-            if let Some(data) = &value.constant {
-                value.ty = of_data(data);
+            if let Some(data) = value.constant.take() {
+                value.set(data);
             }
         }
         Ok(scope.graph)
@@ -227,14 +323,9 @@ impl Reader<'_> {
         })
     }
 
-    fn tensor(&mut self, tensor: &TensorProto) -> Result<TensorData, OnnxError> {
+    fn tensor(&mut self, tensor: &TensorProto) -> Result<Constant, OnnxError> {
         tensor::read(tensor, self.files)
     }
-}
-
-fn of_data(data: &TensorData) -> Type {
-    let shape = data.shape().iter().map(|len| Some(*len)).collect();
-    Type { dtype: Some(data.dtype()), shape: Some(shape) }
 }
 
 /// Returns the type that a file declares.

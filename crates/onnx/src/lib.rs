@@ -4,10 +4,14 @@
 
 mod array;
 pub mod conformance;
+mod devices;
 mod error;
+mod fold;
 mod graph;
 mod model;
 mod ops;
+pub mod passes;
+mod precision;
 mod prepare;
 mod proto;
 mod run;
@@ -15,6 +19,7 @@ mod source;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod types;
 
 pub use error::{Fault, OnnxError};
-pub use model::Model;
+pub use model::{Model, Options};

@@ -1,12 +1,15 @@
 //! Runs of graphs, node by node.
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
-use burn::backend::DispatchDevice;
-use burn::tensor::TensorData;
+use burn::tensor::DType;
 
-use crate::array::Array;
-use crate::graph::{Graph, Node};
+use crate::array::{Array, Kind, kind};
+use crate::devices::{Devices, Form};
+use crate::error::invalid;
+use crate::graph::{Graph, Node, Type, ValueId};
 use crate::ops::{Inputs, Run, operator};
 use crate::{Fault, OnnxError};
 
@@ -15,17 +18,18 @@ pub(crate) struct Program {
     steps: Vec<Step>,
     /// Constants, by value.
     constants: Vec<Option<Array>>,
-    inputs: Vec<usize>,
-    outputs: Vec<usize>,
-    device: DispatchDevice,
-    host: DispatchDevice,
+    inputs: Vec<ValueId>,
+    outputs: Vec<ValueId>,
+    /// Types of all values, as far as they are known before a run.
+    types: Vec<Type>,
+    devices: Arc<Devices>,
 }
 
 struct Step {
     node: Node,
     run: Run,
     /// Values that no later step reads.
-    last: Vec<usize>,
+    last: Vec<ValueId>,
 }
 
 impl Program {
@@ -36,20 +40,9 @@ impl Program {
     pub(crate) fn new(
         graph: &Graph,
         opset: i64,
-        device: &DispatchDevice,
-        host: &DispatchDevice,
+        devices: &Arc<Devices>,
     ) -> Result<Self, OnnxError> {
-        let mut faults = Vec::new();
-        let mut steps = Vec::new();
-        for node in &graph.nodes {
-            match operator(node, opset, [device, host]) {
-                Ok(run) => steps.push(Step { node: node.clone(), run, last: Vec::new() }),
-                Err(why) => faults.push(Fault::new(node, why)),
-            }
-        }
-        if !faults.is_empty() {
-            return Err(OnnxError::Unserved(faults));
-        }
+        let mut steps = read(graph, opset, devices)?;
         let mut kept = vec![false; graph.values.len()];
         graph.outputs.iter().for_each(|id| kept[*id] = true);
         for step in steps.iter_mut().rev() {
@@ -59,12 +52,26 @@ impl Program {
                 }
             }
         }
-        let constant = |data: &TensorData| Array::from_data(data.clone(), device);
-        let constants = graph.values.iter();
-        let constants = constants.map(|value| value.constant.as_ref().map(constant)).collect();
-        let inputs = graph.inputs.iter().chain(&graph.captured).copied().collect();
-        let (device, host) = (device.clone(), host.clone());
-        Ok(Self { steps, constants, inputs, outputs: graph.outputs.clone(), device, host })
+        Ok(Self {
+            constants: constants(graph, &kept, devices)?,
+            steps,
+            inputs: graph.inputs.iter().chain(&graph.captured).copied().collect(),
+            outputs: graph.outputs.clone(),
+            types: graph.values.iter().map(|value| value.ty.clone()).collect(),
+            devices: devices.clone(),
+        })
+    }
+
+    /// Checks that all operators of a graph are supported.
+    ///
+    /// # Errors
+    /// [`OnnxError::Unserved`] with every node that cannot run.
+    pub(crate) fn check(
+        graph: &Graph,
+        opset: i64,
+        devices: &Arc<Devices>,
+    ) -> Result<(), OnnxError> {
+        read(graph, opset, devices).map(drop)
     }
 
     /// Runs all nodes, given the inputs and then the captured values.
@@ -80,25 +87,62 @@ impl Program {
             let node = &step.node;
             let all: Vec<_> =
                 node.inputs.iter().map(|id| id.and_then(|id| values[id].clone())).collect();
-            let inputs = Inputs { all: &all, device: &self.device, host: &self.host };
-            // Burn reports what it cannot do by a panic.
-            let made = catch_unwind(AssertUnwindSafe(|| (step.run)(&inputs)));
-            let made = made.unwrap_or_else(|why| Err(panic_text(&*why)));
-            let made = made.map_err(|why| OnnxError::Node(Fault::new(node, why)))?;
+            let inputs = Inputs::new(&all, &self.devices);
+            let failed = |why| OnnxError::Node(Fault::new(node, why));
+            let made = caught(|| (step.run)(&inputs)).map_err(failed)?;
             for (id, array) in node.outputs.iter().zip(made) {
                 if let Some(id) = id {
-                    values[*id] = Some(array);
+                    values[*id] = Some(self.types[*id].checked(array).map_err(failed)?);
                 }
             }
             step.last.iter().for_each(|id| values[*id] = None);
         }
-        self.outputs
-            .iter()
-            .map(|id| {
-                values[*id].clone().ok_or_else(|| crate::error::invalid("an output has no value"))
-            })
-            .collect()
+        let made = self.outputs.iter().map(|id| values[*id].clone());
+        made.map(|own| own.ok_or_else(|| invalid("an output has no value"))).collect()
     }
+}
+
+/// Reads the operators of a graph.
+fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, OnnxError> {
+    let (mut faults, mut steps) = (Vec::new(), Vec::new());
+    for node in &graph.nodes {
+        match operator(node, opset, devices) {
+            Ok(run) => steps.push(Step { node: node.clone(), run, last: Vec::new() }),
+            Err(why) => faults.push(Fault::new(node, why)),
+        }
+    }
+    if faults.is_empty() { Ok(steps) } else { Err(OnnxError::Unserved(faults)) }
+}
+
+/// Returns the constants that are read, on the device.
+fn constants(
+    graph: &Graph,
+    read: &[bool],
+    devices: &Devices,
+) -> Result<Vec<Option<Array>>, OnnxError> {
+    let is_conv = |node: &&Node| node.op == "Conv" || node.op == "flashover::Conv";
+    let filters: HashSet<ValueId> = match devices.has_kernels() {
+        true => graph.nodes.iter().filter(is_conv).filter_map(|node| *node.inputs.get(1)?).collect(),
+        false => HashSet::new(),
+    };
+    let own = |(id, value): (usize, &crate::graph::Value)| {
+        let Some(data) = value.constant.as_ref().filter(|_| read[id]) else { return Ok(None) };
+        let dtype = value.ty.dtype.unwrap_or(data.dtype);
+        let image = (3..=4).contains(&data.shape.len()) && kind(dtype) == Kind::Float;
+        let last = image && filters.contains(&id) && dtype != DType::F64;
+        let form = if last { Form::ChannelsLast } else { Form::Dense };
+        devices.constant(data, dtype, form).map(Some).map_err(|why| OnnxError::Tensor {
+            name: value.name.clone(),
+            why,
+        })
+    };
+    graph.values.iter().enumerate().map(own).collect()
+}
+
+/// Runs an operator. Burn reports what it cannot do by a panic, which becomes an error.
+pub(crate) fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    let made = catch_unwind(AssertUnwindSafe(run));
+    made.unwrap_or_else(|why| Err(panic_text(&*why)))
 }
 
 fn panic_text(why: &(dyn std::any::Any + Send)) -> String {

@@ -1,6 +1,6 @@
 //! Tensors of ONNX files.
 
-use burn::tensor::{BoolStore, DType, TensorData};
+use burn::tensor::{AllocationProperty, BoolStore, DType, TensorData};
 use bytes::Bytes;
 
 use crate::OnnxError;
@@ -32,8 +32,14 @@ pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     })
 }
 
-/// Reads a tensor into memory.
-pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<TensorData, OnnxError> {
+/// Returns the number of an element type in a file: the inverse of [`dtype`].
+pub(crate) fn number(of: DType) -> Option<i32> {
+    let of = if matches!(of, DType::Bool(_)) { BOOL } else { of };
+    (1..=16).find(|number| dtype(*number) == Ok(of))
+}
+
+/// Reads a tensor. Data in files stay there.
+pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<Constant, OnnxError> {
     let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
     let dtype = dtype(tensor.data_type).map_err(failed)?;
     let shape = tensor
@@ -56,7 +62,48 @@ pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<TensorData
     if matches!(dtype, DType::Bool(_)) && bytes.iter().any(|byte| *byte > 1) {
         return Err(failed("a bool is neither 0 nor 1".to_owned()));
     }
-    Ok(TensorData::from_bytes(burn::tensor::Bytes::from_bytes_vec(bytes.to_vec()), shape, dtype))
+    Ok(Constant { bytes, shape, dtype })
+}
+
+/// A tensor in host memory or in a mapped file. Clones share the bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Constant {
+    bytes: Bytes,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
+}
+
+/// Bytes of Burn, as the owner of others.
+struct Owned(burn::tensor::Bytes);
+
+impl AsRef<[u8]> for Owned {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Constant {
+    pub(crate) fn new(data: TensorData) -> Self {
+        let (shape, dtype) = (data.shape().to_vec(), data.dtype());
+        Self { bytes: Bytes::from_owner(Owned(data.into_bytes())), shape, dtype }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    pub(crate) fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// Returns the elements; as a copy if they are not aligned in the file.
+    pub(crate) fn data(&self) -> TensorData {
+        let bytes = match self.bytes.as_ptr().addr().is_multiple_of(self.dtype.size()) {
+            true => burn::tensor::Bytes::from_shared(self.bytes.clone(), AllocationProperty::File),
+            false => burn::tensor::Bytes::from_bytes_vec(self.bytes.to_vec()),
+        };
+        TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)
+    }
 }
 
 /// Returns the bytes of data in the message, whichever list they are in.

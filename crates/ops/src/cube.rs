@@ -64,6 +64,14 @@ pub(crate) fn dense<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<Cu
     Ok(into_contiguous(cube(tensor)?))
 }
 
+/// Returns a tensor whose elements lie in order; as a copy if they do not yet.
+///
+/// # Errors
+/// [`OpError::Device`] for a device without kernels; [`OpError::NoGradient`].
+pub fn contiguous<const D: usize>(tensor: Tensor<D>) -> Result<Tensor<D>, OpError> {
+    Ok(float(into_contiguous(cube(tensor)?)))
+}
+
 /// Returns the tensor of a CubeCL tensor of floats.
 pub(crate) fn float<const D: usize>(tensor: CubeTensor) -> Tensor<D> {
     let kind = DispatchTensorKind::Cube(BackendTensor::Float(tensor));

@@ -70,6 +70,8 @@ pub struct Epilogue<'a> {
     /// Format in which `lhs·rhs + bias` is stored before the activation, if it is; the reference does not round it.
     pub pre_activation: Option<DType>,
     pub activation: Option<Activation>,
+    /// True to apply the activation after the residual.
+    pub activation_last: bool,
     /// A second matmul that the first one gates.
     pub up: Option<Up<'a>>,
     /// [batch.., m, n]
@@ -105,6 +107,7 @@ impl<'a> Epilogue<'a> {
         bias: None,
         pre_activation: None,
         activation: None,
+        activation_last: false,
         up: None,
         gate: None,
         slope: None,
@@ -565,7 +568,11 @@ impl Epilogue<'_> {
     fn apply<T: Number>(&self, sum: T, up: Option<T>, at: usize, col: usize) -> T {
         let x = sum + T::from(self.bias.map_or(0.0, |bias| bias[col]));
         let x = self.pre_activation.map_or(x, |dtype| x.stored(dtype));
-        let mut value = self.activation.map_or(x, |activation| activation.apply(x));
+        let activated = |value: T, here: bool| match self.activation.filter(|_| here) {
+            Some(activation) => activation.apply(value),
+            None => value,
+        };
+        let mut value = activated(x, !self.activation_last);
         if let Some(up) = up {
             value = value * up;
         }
@@ -576,6 +583,7 @@ impl Epilogue<'_> {
         if let Some(residual) = self.residual {
             value += T::from(residual[at]);
         }
+        value = activated(value, self.activation_last);
         if let Some(factor) = self.factor {
             value = value * T::from(factor);
         }

@@ -168,6 +168,8 @@ impl KernelSuite for Conv {
             arch::DType::F32 => arch::DType::F16,
             _ => arch::DType::F32,
         };
+        let relu = Some(Activation::Relu);
+        let last = Epilogue { activation: relu, activation_last: true, ..all };
         for p in [
             same(base),
             same(plain(1, [4, 4], [512, 24], [3, 3])),
@@ -177,6 +179,7 @@ impl KernelSuite for Conv {
             problems.extend([
                 ConvProblem { epilogue: bias, ..p },
                 ConvProblem { epilogue: all, ..p },
+                ConvProblem { epilogue: last, ..p },
                 ConvProblem { out: other, ..p },
             ]);
             if p.groups == 1 {
@@ -539,6 +542,7 @@ fn verdict(
     let epilogue = reference::Epilogue {
         bias: bias.as_deref(),
         activation: p.epilogue.activation.map(reference_activation),
+        activation_last: p.epilogue.activation_last,
         gate: host.gate.as_deref(),
         residual: host.residual.as_deref(),
         factor: p.epilogue.factor.map(Constant::value),

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   z = sum + bias             out = round(factor · (residual + gate · activation(z)))
+//!   activation last:           out = round(factor · activation(residual + gate · z))
 //!
 //!   forward pass of a layer:   z is stored too; the activation reads z as it is stored
 //!   backward pass:             out = round(residual + sum · activation'(z)), where the gate's buffer holds z
@@ -131,6 +132,9 @@ pub struct Epilogue {
     #[serde(default)]
     pub pre_activation: bool,
     pub activation: Option<Activation>,
+    /// Applies the activation to the sum with the residual, as the blocks of a ResNet do.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub activation_last: bool,
     /// Multiplies by a matrix of the result's shape.
     pub gate: bool,
     /// Multiplies by the derivative of this activation at the gate, instead of by the gate.
@@ -144,15 +148,17 @@ pub struct Epilogue {
 }
 
 impl Epilogue {
-    /// Names of the parts that are present, in the order `bias pre_activation silu gate residual`.
+    /// Names of the parts that are present, in the order `bias pre_activation silu gate residual`. An activation that comes last
+    /// follows the residual.
     pub fn names(self) -> Vec<&'static str> {
         let flag = |on: bool, name| on.then_some(name);
         [
             flag(self.bias, "bias"),
             flag(self.pre_activation, "pre_activation"),
-            self.activation.map(Activation::name),
+            self.activation.filter(|_| !self.activation_last).map(Activation::name),
             flag(self.gate, self.slope.map_or("gate", Activation::name_of_slope)),
             flag(self.residual, "residual"),
+            self.activation.filter(|_| self.activation_last).map(Activation::name),
             flag(self.factor.is_some(), "factor"),
         ]
         .into_iter()
@@ -270,7 +276,8 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
-        self.join::<W>(self.activated::<W>(value, Arithmetic::Plain), at)
+        let value = self.activated::<W>(value, comptime!(!self.epilogue.activation_last), Arithmetic::Plain);
+        self.join::<W>(value, at)
     }
 
     /// Returns the results of a GLU, at vector `at`: the gate sums in columns `cols.0..`, the up sums in `cols.1..`.
@@ -282,18 +289,21 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         columns: &Columns,
     ) -> Vector<f32, W> {
         comptime!(assert!(!self.epilogue.pre_activation, "a GLU stores no pre-activation"));
+        comptime!(assert!(!self.epilogue.activation_last, "a GLU activates its gate"));
         let gate =
-            self.activated::<W>(self.biased::<W>(sums.0, cols.0, columns), Arithmetic::Plain);
+            self.activated::<W>(self.biased::<W>(sums.0, cols.0, columns), true, Arithmetic::Plain);
         self.join::<W>(gate * self.biased::<W>(sums.1, cols.1, columns), at)
     }
 
+    /// Applies the activation, if this is its place.
     fn activated<W: Size>(
         &self,
         value: Vector<f32, W>,
+        #[comptime] here: bool,
         #[comptime] by: Arithmetic,
     ) -> Vector<f32, W> {
         let mut value = value;
-        if comptime!(self.epilogue.activation.is_some()) {
+        if comptime!(here && self.epilogue.activation.is_some()) {
             #[unroll]
             for e in 0..W::value() {
                 value.insert(e, activation(value.extract(e), self.epilogue.activation, by));
@@ -338,11 +348,16 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             ComptimeOption::Some(residual) => out += Vector::cast_from(residual[at]),
             ComptimeOption::None => {}
         }
-        self.scaled(out)
+        self.finished(out, Arithmetic::Plain)
     }
 
-    fn scaled<W: Size>(&self, value: Vector<f32, W>) -> Vector<f32, W> {
-        let mut value = value;
+    /// Applies what comes after the residual.
+    fn finished<W: Size>(
+        &self,
+        value: Vector<f32, W>,
+        #[comptime] by: Arithmetic,
+    ) -> Vector<f32, W> {
+        let mut value = self.activated::<W>(value, comptime!(self.epilogue.activation_last), by);
         if comptime!(self.epilogue.factor.is_some()) {
             let factor = comptime!(self.epilogue.factor.map_or(1.0, Constant::value));
             value *= Vector::new(factor.runtime());
@@ -427,7 +442,11 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         }
         #[unroll]
         for j in 0..4usize {
-            values[j] = self.activated::<W>(values[j], Arithmetic::Ptx);
+            values[j] = self.activated::<W>(
+                values[j],
+                comptime!(!self.epilogue.activation_last),
+                Arithmetic::Ptx,
+            );
         }
         #[comptime]
         match &self.gate {
@@ -458,7 +477,7 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
         }
         #[unroll]
         for j in 0..4usize {
-            values[j] = self.scaled::<W>(values[j]);
+            values[j] = self.finished::<W>(values[j], Arithmetic::Ptx);
         }
     }
 }

@@ -3,6 +3,7 @@
 mod attention;
 mod control;
 mod elementwise;
+mod fused;
 mod index;
 mod linear;
 mod loss;
@@ -18,12 +19,15 @@ mod vision;
 mod windows;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, TensorData};
+use ops::{Activation, Ctx};
 
 use crate::array::Array;
 use crate::graph::{Attribute, Node};
+use crate::devices::Devices;
 use crate::run::Program;
 
 /// The work of an operator in a run.
@@ -31,7 +35,8 @@ pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Se
 /// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
 pub(crate) type Read = Option<Result<Run, String>>;
 
-const FAMILIES: [fn(&Call<'_>) -> Read; 16] = [
+const FAMILIES: [fn(&Call<'_>) -> Read; 17] = [
+    fused::read,
     elementwise::read,
     shape::read,
     reduce::read,
@@ -57,7 +62,7 @@ const FAMILIES: [fn(&Call<'_>) -> Read; 16] = [
 pub(crate) fn operator(
     node: &Node,
     opset: i64,
-    devices: [&DispatchDevice; 2],
+    devices: &Arc<Devices>,
 ) -> Result<Run, String> {
     let call = Call { node, opset, devices };
     let found = FAMILIES.iter().find_map(|family| family(&call));
@@ -69,8 +74,7 @@ pub(crate) struct Call<'a> {
     node: &'a Node,
     /// Version of ONNX's operators.
     pub(crate) opset: i64,
-    /// Device of results, and the one in host memory.
-    devices: [&'a DispatchDevice; 2],
+    devices: &'a Arc<Devices>,
 }
 
 /// A graph that an operator runs.
@@ -85,6 +89,11 @@ pub(crate) struct Part {
 impl<'a> Call<'a> {
     pub(crate) fn op(&self) -> &'a str {
         &self.node.op
+    }
+
+    /// Returns true if our kernels run on the device.
+    pub(crate) fn has_kernels(&self) -> bool {
+        self.devices.has_kernels()
     }
 
     pub(crate) fn int(&self, name: &str) -> Option<i64> {
@@ -119,6 +128,13 @@ impl<'a> Call<'a> {
         }
     }
 
+    pub(crate) fn activation(&self) -> Option<Activation> {
+        match self.node.attributes.get("activation")? {
+            Attribute::Activation(own) => Some(*own),
+            _ => None,
+        }
+    }
+
     pub(crate) fn text(&self, name: &str) -> Option<&'a str> {
         match self.node.attributes.get(name)? {
             Attribute::Text(value) => Some(value),
@@ -133,9 +149,9 @@ impl<'a> Call<'a> {
         }
     }
 
-    pub(crate) fn tensor(&self, name: &str) -> Option<&'a TensorData> {
+    pub(crate) fn tensor(&self, name: &str) -> Option<TensorData> {
         match self.node.attributes.get(name)? {
-            Attribute::Tensor(value) => Some(value),
+            Attribute::Tensor(value) => Some(value.data()),
             _ => None,
         }
     }
@@ -148,8 +164,7 @@ impl<'a> Call<'a> {
         let Some(Attribute::Graph(graph, from)) = self.node.attributes.get(name) else {
             return Err(format!("it has no {name}"));
         };
-        let [device, host] = self.devices;
-        let program = Program::new(graph, self.opset, device, host);
+        let program = Program::new(graph, self.opset, self.devices);
         let declared = |id: &usize| {
             let ty = &graph.values[*id].ty;
             Some((ty.dtype?, ty.known_shape()?))
@@ -179,9 +194,15 @@ pub(crate) struct Inputs<'a> {
     pub(crate) device: &'a DispatchDevice,
     /// Device in host memory, for shapes.
     pub(crate) host: &'a DispatchDevice,
+    /// Context of our kernels.
+    pub(crate) ctx: &'a Ctx,
 }
 
-impl Inputs<'_> {
+impl<'a> Inputs<'a> {
+    pub(crate) fn new(all: &'a [Option<Array>], devices: &'a Devices) -> Self {
+        Self { all, device: &devices.device, host: &devices.host, ctx: &devices.ctx }
+    }
+
     /// Returns an input.
     ///
     /// # Errors

@@ -43,32 +43,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             let groups = call.int("num_groups").unwrap_or(1) as usize;
             Box::new(move |inputs| {
                 let x = inputs.get(0)?;
-                let own = x.shape();
-                let (batch, channels) = (own[0], own[1]);
-                if groups == 0 || channels % groups != 0 {
-                    return Err(format!("{groups} groups do not divide {channels} channels"));
-                }
-                let rest = x.count() / (batch * groups).max(1);
-                let (normed, ..) =
-                    normed(x.clone().reshape(&[batch, groups, rest]), &[2], epsilon, true);
-                let normed = normed.reshape(&own);
-                // Until opset 20 a factor is that of a group.
-                let of_channel = |own: Array| {
-                    let count = own.count();
-                    let mut each = vec![1; x.rank()];
-                    each[1] = channels;
-                    let own = match count == groups && count != channels {
-                        true => own.reshape(&[groups, 1]).expand(&[groups, channels / groups]),
-                        false => own,
-                    };
-                    own.reshape(&each)
-                };
-                let out = scaled(
-                    normed,
-                    Some(of_channel(inputs.get(1)?)),
-                    Some(of_channel(inputs.get(2)?)),
-                );
-                Ok(vec![out.cast(x.dtype())])
+                Ok(vec![grouped(x, inputs.maybe(1), inputs.maybe(2), groups, epsilon)?])
             })
         }
         "LpNormalization" => {
@@ -122,6 +97,36 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
+/// Normalises groups of channels.
+pub(super) fn grouped(
+    x: Array,
+    factor: Option<Array>,
+    bias: Option<Array>,
+    groups: usize,
+    epsilon: f64,
+) -> Result<Array, String> {
+    let (own, dtype) = (x.shape(), x.dtype());
+    let (batch, channels) = (own[0], own[1]);
+    if groups == 0 || channels % groups != 0 {
+        return Err(format!("{groups} groups do not divide {channels} channels"));
+    }
+    let rest = x.count() / (batch * groups).max(1);
+    let (normed, ..) = normed(x.reshape(&[batch, groups, rest]), &[2], epsilon, true);
+    // Until opset 20 a factor is that of a group.
+    let of_channel = |each: Array| {
+        let count = each.count();
+        let mut shape = vec![1; own.len()];
+        shape[1] = channels;
+        let each = match count == groups && count != channels {
+            true => each.reshape(&[groups, 1]).expand(&[groups, channels / groups]),
+            false => each,
+        };
+        each.reshape(&shape)
+    };
+    let [factor, bias] = [factor, bias].map(|each| each.map(of_channel));
+    Ok(scaled(normed.reshape(&own), factor, bias).cast(dtype))
+}
+
 /// Returns a shape that puts the elements of a vector on the second of `rank` dimensions.
 fn per_channel(rank: usize) -> impl Fn(&Array) -> Vec<usize> {
     move |own| {
@@ -143,7 +148,7 @@ fn mean_of(mut x: Array, axes: &[usize]) -> Array {
 }
 
 /// Returns (x - mean) / √(variance + ε) over dimensions, the mean and the factor; without a mean if it is not `centred`.
-fn normed(x: Array, axes: &[usize], epsilon: f64, centred: bool) -> (Array, Array, Array) {
+pub(super) fn normed(x: Array, axes: &[usize], epsilon: f64, centred: bool) -> (Array, Array, Array) {
     let x = x.clone().cast(wide(x.dtype()));
     let mean = mean_of(x.clone(), axes);
     let far = if centred { x.minus(mean.clone()) } else { x };
@@ -153,7 +158,7 @@ fn normed(x: Array, axes: &[usize], epsilon: f64, centred: bool) -> (Array, Arra
     (far.times(inverse.clone()), mean, inverse)
 }
 
-fn scaled(x: Array, factor: Option<Array>, bias: Option<Array>) -> Array {
+pub(super) fn scaled(x: Array, factor: Option<Array>, bias: Option<Array>) -> Array {
     let dtype = x.dtype();
     let x = match factor {
         Some(factor) => x.times(factor.cast(dtype)),

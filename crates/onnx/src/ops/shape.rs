@@ -134,7 +134,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         }
         "ConstantOfShape" => {
             let usual = || TensorData::new(vec![0f32], [1]);
-            let value = call.tensor("value").cloned().unwrap_or_else(usual);
+            let value = call.tensor("value").unwrap_or_else(usual);
             Box::new(move |inputs| {
                 let shape = inputs.lengths(0)?;
                 let value = Array::from_data(value.clone(), inputs.device).reshape(&[]);

@@ -27,7 +27,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 
 /// Layout of windows on an image.
 #[derive(Debug, Clone)]
-struct Windows {
+pub(super) struct Windows {
     /// Lengths of a window; none if the filters tell.
     kernel: Option<Vec<usize>>,
     strides: Option<Vec<usize>>,
@@ -35,7 +35,7 @@ struct Windows {
     /// Padding before each dimension, then after each.
     pads: Option<Vec<usize>>,
     auto: Auto,
-    groups: usize,
+    pub(super) groups: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,16 +47,16 @@ enum Auto {
 }
 
 /// Sizes in each dimension.
-struct Sizes {
+pub(super) struct Sizes {
     kernel: Vec<usize>,
-    strides: Vec<usize>,
-    dilations: Vec<usize>,
-    before: Vec<usize>,
-    after: Vec<usize>,
+    pub(super) strides: Vec<usize>,
+    pub(super) dilations: Vec<usize>,
+    pub(super) before: Vec<usize>,
+    pub(super) after: Vec<usize>,
 }
 
 impl Windows {
-    fn of(call: &Call<'_>) -> Result<Self, String> {
+    pub(super) fn of(call: &Call<'_>) -> Result<Self, String> {
         let list = |name: &str, least: i64| match call.ints(name) {
             None => Ok(None),
             Some(all) => {
@@ -82,7 +82,7 @@ impl Windows {
         })
     }
 
-    fn sizes(&self, image: &[usize], kernel: &[usize]) -> Result<Sizes, String> {
+    pub(super) fn sizes(&self, image: &[usize], kernel: &[usize]) -> Result<Sizes, String> {
         let rank = image.len();
         let list = |own: &Option<Vec<usize>>| own.clone().unwrap_or_else(|| vec![1; rank]);
         let (strides, dilations) = (list(&self.strides), list(&self.dilations));
@@ -127,7 +127,7 @@ fn conv(inputs: &Inputs<'_>, windows: &Windows) -> Result<Vec<Array>, String> {
     Ok(vec![convolved(inputs.get(0)?, inputs.get(1)?, inputs.maybe(2), windows)?])
 }
 
-fn convolved(
+pub(super) fn convolved(
     x: Array,
     filters: Array,
     bias: Option<Array>,

@@ -53,6 +53,8 @@ pub struct ConvOptions {
     pub image_bias: Option<Tensor<2>>,
     /// Activation, applied after the bias.
     pub activation: Option<Activation>,
+    /// True to apply the activation after the residual.
+    pub activation_last: bool,
     /// Addend with the result's shape.
     pub residual: Option<Tensor<4>>,
     /// Factor of the whole result.
@@ -75,6 +77,7 @@ impl Default for ConvOptions {
             bias: None,
             image_bias: None,
             activation: None,
+            activation_last: false,
             residual: None,
             factor: None,
             tf32: false,
@@ -91,7 +94,7 @@ impl ConvOptions {
     }
 }
 
-/// Computes `factor · (residual + activation(x ∗ weight + bias))`.
+/// Computes `factor · (residual + activation(x ∗ weight + bias))`, or `factor · activation(residual + x ∗ weight + bias)`.
 ///
 /// # Shapes
 /// x `[batch, channels, height, width]`, weight `[filters, channels / groups, rows, cols]`, result
@@ -182,6 +185,7 @@ fn convolved(
         epilogue: kernels::matmul::Epilogue {
             bias: bias.is_some() || image_bias.is_some(),
             activation: options.activation,
+            activation_last: options.activation_last,
             residual: residual.is_some(),
             factor: options.factor.map(Constant::new),
             ..kernels::matmul::Epilogue::default()
@@ -314,7 +318,8 @@ impl<B: ConvOps, C: CheckpointStrategy> ConvOps for Autodiff<B, C> {
             let [bias, residual] = [bias, residual].map(Optional::from_tensor);
             return Self::convolve(x, weight, Optional::Absent, bias, residual, problem, call);
         }
-        let kernels::matmul::Epilogue { activation, factor, .. } = problem.epilogue;
+        let kernels::matmul::Epilogue { activation, activation_last, factor, .. } =
+            problem.epilogue;
         let per_image = problem.bias_pitch > 0;
         if per_image || activation.is_some() || residual.is_some() || factor.is_some() {
             let (fused, each) = if per_image { (None, bias) } else { (bias, None) };
@@ -331,7 +336,9 @@ impl<B: ConvOps, C: CheckpointStrategy> ConvOps for Autodiff<B, C> {
                 let each = Self::float_reshape(each, Shape::new([batch, 1, 1, filters]));
                 sum = Self::float_add(sum, each);
             }
-            let out = finish::<Self>(sum, activation, None, residual);
+            let [early, last] = [!activation_last, activation_last].map(|now| activation.filter(|_| now));
+            let sum = finish::<Self>(sum, early, None, residual);
+            let out = finish::<Self>(sum, last, None, None);
             return match factor {
                 None => out,
                 Some(factor) => Self::float_mul_scalar(out, Scalar::from(factor.value())),

@@ -334,6 +334,7 @@ fn verdict(
     let whole = reference::Epilogue {
         pre_activation: own.pre_activation.then_some(dtype),
         activation: own.activation.map(reference_activation),
+        activation_last: own.activation_last,
         gate: host.gate.as_deref(),
         slope: own.slope.map(reference_activation),
         residual: host.residual.as_deref(),

@@ -592,6 +592,9 @@ fn epilogues(precision: Precision) -> Vec<(Epilogue, arch::DType)> {
         parts.push((Epilogue { bias: true, ..forward }, own));
         parts.push((Epilogue { gate: true, slope: Some(activation), ..none }, own));
     }
+    let relu = Some(Activation::Relu);
+    let block = Epilogue { bias: true, activation: relu, activation_last: true, ..none };
+    parts.push((Epilogue { residual: true, ..block }, own));
     let slope = Some(Activation::Silu);
     let both = Epilogue { pre_activation: true, slope, ..all_parts(None) };
     parts.push((both, own));

@@ -1,0 +1,1 @@
+//! Writes the Rust code of an ONNX graph.

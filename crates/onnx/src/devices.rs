@@ -1,0 +1,100 @@
+//! Devices of a model, and the constants that lie on them.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use burn::backend::{DispatchDevice, FlexDevice};
+use burn::tensor::{DType, TensorData};
+use ops::Ctx;
+
+use crate::array::Array;
+use crate::tensor::Constant;
+
+/// Most elements of a constant that is no weight, but a factor, a mask or a limit.
+const SMALL: usize = 4096;
+
+/// Where a model runs.
+pub(crate) struct Devices {
+    /// Device of results.
+    pub(crate) device: DispatchDevice,
+    /// Host memory, for shapes.
+    pub(crate) host: DispatchDevice,
+    /// Context of our kernels.
+    pub(crate) ctx: Ctx,
+    /// Constants on the device. All graphs of a model share them.
+    constants: Mutex<HashMap<Key, (Constant, Array)>>,
+}
+
+/// A constant as it lies on the device.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    /// Address of its bytes, which the map keeps alive.
+    address: usize,
+    shape: Vec<usize>,
+    dtype: DType,
+    form: Form,
+}
+
+/// Order of the elements of a constant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Form {
+    Dense,
+    /// The second dimension is the last one in memory, as convolutions read their filters.
+    ChannelsLast,
+}
+
+impl Devices {
+    pub(crate) fn new(device: DispatchDevice, ctx: Ctx) -> Self {
+        let host = DispatchDevice::Flex(FlexDevice);
+        Self { device, host, ctx, constants: Mutex::default() }
+    }
+
+    /// Host memory only.
+    pub(crate) fn host() -> Self {
+        Self::new(DispatchDevice::Flex(FlexDevice), Ctx::default())
+    }
+
+    /// Returns true if our kernels run on the device.
+    pub(crate) const fn has_kernels(&self) -> bool {
+        matches!(self.device, DispatchDevice::Cube(_))
+    }
+
+    /// Returns a constant as elements of a type, on the device.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub(crate) fn constant(
+        &self,
+        constant: &Constant,
+        dtype: DType,
+        form: Form,
+    ) -> Result<Array, String> {
+        let shape = constant.shape.clone();
+        let key = Key { address: constant.bytes().as_ptr().addr(), shape, dtype, form };
+        let mut constants = self.constants.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, array)) = constants.get(&key) {
+            return Ok(array.clone());
+        }
+        let mut data = constant.data();
+        if dtype == DType::F16 && data.dtype() == DType::F32 && constant.count() <= SMALL {
+            // Large numbers that stand for infinity stay numbers: 0 · ∞ would be none.
+            let most = f32::from(half::f16::MAX);
+            let near = |own: f32| if own.is_finite() { own.clamp(-most, most) } else { own };
+            data = TensorData::new(data.iter::<f32>().map(near).collect(), constant.shape.clone());
+        }
+        let array = Array::from_data(data, &self.device).cast(dtype);
+        let array = match form {
+            Form::Dense => array,
+            Form::ChannelsLast => array.channels_last()?,
+        };
+        constants.insert(key, (constant.clone(), array.clone()));
+        Ok(array)
+    }
+}
+
+impl fmt::Debug for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.device)
+    }
+}

@@ -1,0 +1,211 @@
+//! What is known before a run: types of values, and the elements of those that depend on no input.
+//!
+//! Nodes whose inputs are constants run once, on the host. `Shape` of a value whose shape is known is a constant, and so is the
+//! part of a shape whose dimensions are known. This is how the shapes of an exported graph become numbers once its inputs' are.
+
+use std::sync::Arc;
+
+use burn::tensor::TensorData;
+
+use crate::array::{Array, scalar_of};
+use crate::devices::Devices;
+use crate::graph::{Attribute, Graph, Node, Type, Value};
+use crate::ops::{Inputs, operator};
+use crate::tensor::Constant;
+use crate::types;
+
+/// Bytes of a constant that is made, beyond those that it is made of.
+const MOST_BYTES: usize = 1 << 20;
+
+/// Infers types, and replaces what depends on constants only by constants.
+pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
+    let nodes = std::mem::take(&mut graph.nodes);
+    for mut node in nodes {
+        within(graph, &mut node, opset, host);
+        let types = match node.attributes.values().any(|own| matches!(own, Attribute::Graph(..))) {
+            true => of_parts(&node),
+            false => types::of_outputs(graph, &node, opset)
+                .or_else(|| by_trial(graph, &node, opset, host))
+                .unwrap_or_default(),
+        };
+        for (id, ty) in node.outputs.iter().zip(types) {
+            if let Some(id) = id {
+                graph.values[*id].ty.learn(ty);
+            }
+        }
+        match constants(graph, &node, opset, host) {
+            Some(made) => {
+                for (id, data) in node.outputs.iter().zip(made) {
+                    if let Some(id) = id {
+                        graph.values[*id].set(data);
+                    }
+                }
+            }
+            None => graph.nodes.push(node),
+        }
+    }
+}
+
+/// Folds the graphs of a node, with what is known of the values that they capture.
+fn within(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
+    let Node { attributes, inputs, .. } = node;
+    for own in attributes.values_mut() {
+        let Attribute::Graph(part, from) = own else { continue };
+        for (at, id) in part.captured.clone().into_iter().enumerate() {
+            let Some(outer) = inputs[*from + at] else { continue };
+            let value = &mut part.values[id];
+            value.ty = graph.values[outer].ty.clone();
+            if let Some(data) = &graph.values[outer].constant {
+                value.set(data.clone());
+            }
+        }
+        fold(part, opset, host);
+    }
+}
+
+/// Returns the types that the branches of a node share.
+fn of_parts(node: &Node) -> Vec<Type> {
+    let unknown = vec![Type::default(); node.outputs.len()];
+    if node.op != "If" {
+        return unknown;
+    }
+    let of = |name: &str| match node.attributes.get(name) {
+        Some(Attribute::Graph(part, _)) => {
+            Some(part.outputs.iter().map(|id| part.values[*id].ty.clone()).collect::<Vec<_>>())
+        }
+        _ => None,
+    };
+    match (of("then_branch"), of("else_branch")) {
+        (Some(then), Some(other)) => {
+            then.iter().zip(&other).map(|(one, other)| one.shared(other)).collect()
+        }
+        _ => unknown,
+    }
+}
+
+/// Returns the outputs of a node that depends on constants only.
+fn constants(
+    graph: &Graph,
+    node: &Node,
+    opset: i64,
+    host: &Arc<Devices>,
+) -> Option<Vec<Constant>> {
+    if let Some(known) = of_shape(graph, node) {
+        return Some(vec![Constant::new(known)]);
+    }
+    let random = ["RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "Dropout"];
+    let quantised = node.op == "DequantizeLinear";
+    if quantised || random.iter().any(|op| node.op.starts_with(op)) {
+        return None;
+    }
+    let bytes = |ty: &Type| {
+        let shape = ty.known_shape()?;
+        shape.iter().try_fold(ty.dtype?.size(), |all, own| all.checked_mul(*own))
+    };
+    let mut read = 0;
+    let mut inputs = Vec::new();
+    for id in &node.inputs {
+        match id {
+            None => inputs.push(None),
+            Some(id) => {
+                let data = graph.values[*id].constant.as_ref()?;
+                read += data.bytes().len();
+                inputs.push(Some(data));
+            }
+        }
+    }
+    let made = node.outputs.iter().flatten().map(|id| bytes(&graph.values[*id].ty));
+    let grows = ["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "Resize", "OneHot", "EyeLike"];
+    match made.sum::<Option<usize>>() {
+        Some(made) if made > read + MOST_BYTES => return None,
+        None if read > MOST_BYTES || grows.contains(&node.op.as_str()) => return None,
+        _ => {}
+    }
+    let run = operator(node, opset, host).ok()?;
+    let all: Vec<_> =
+        inputs.iter().map(|own| own.map(|own| Array::from_data(own.data(), &host.host))).collect();
+    let inputs = Inputs::new(&all, host);
+    let made = crate::run::caught(|| run(&inputs)).ok()?;
+    made.iter().map(|own| own.to_data().ok().map(Constant::new)).collect()
+}
+
+/// Returns the types of outputs as a run on zeros gives them, which take no memory where an operator only moves elements.
+fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Type>> {
+    const OF_VALUES: [&str; 4] = ["Compress", "NonMaxSuppression", "NonZero", "Unique"];
+    if OF_VALUES.contains(&node.op.as_str()) {
+        return None;
+    }
+    let cheap = types::WRONG.contains(&node.op.as_str());
+    let mut all = Vec::new();
+    for (at, id) in node.inputs.iter().enumerate() {
+        let Some(id) = id else {
+            all.push(None);
+            continue;
+        };
+        let Value { ty, constant, .. } = &graph.values[*id];
+        all.push(Some(match constant {
+            Some(data) => Array::from_data(data.data(), &host.host),
+            // Lengths, axes and factors must be known.
+            None if cheap && at > 0 => return None,
+            None => {
+                let (dtype, shape) = (ty.dtype?, ty.known_shape()?);
+                if !cheap && shape.iter().product::<usize>() > MOST_BYTES {
+                    return None;
+                }
+                Array::full(&[], scalar_of(0.0, dtype), dtype, &host.host).expand(&shape)
+            }
+        }));
+    }
+    let run = operator(node, opset, host).ok()?;
+    let inputs = Inputs::new(&all, host);
+    let made = crate::run::caught(|| run(&inputs)).ok()?;
+    let of = |own: &Array| {
+        let shape = own.shape().into_iter().map(Some).collect();
+        Type { dtype: Some(own.dtype()), shape: Some(shape) }
+    };
+    Some(made.iter().map(of).collect())
+}
+
+/// Returns what is known of a shape: `Shape` and `Size`, and `Gather` or `Slice` of dimensions that are known.
+fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
+    let input = |at: usize| graph.values.get(node.inputs.get(at).copied()??);
+    match node.op.as_str() {
+        "Size" => {
+            let count = input(0)?.ty.known_shape()?.iter().product::<usize>() as i64;
+            Some(TensorData::new(vec![count], Vec::<usize>::new()))
+        }
+        "Shape" => {
+            let known = dimensions(graph, node)?.into_iter().collect::<Option<Vec<_>>>()?;
+            let len = known.len();
+            Some(TensorData::new(known, vec![len]))
+        }
+        "Gather" => {
+            let of = graph.nodes.iter().rev().find(|own| {
+                own.op == "Shape" && own.outputs.first() == node.inputs.first()
+            })?;
+            let all = dimensions(graph, of)?;
+            let which = input(1)?.constant.as_ref()?;
+            let at = |own: i64| {
+                let own = if own < 0 { own + all.len() as i64 } else { own };
+                *all.get(usize::try_from(own).ok()?)?
+            };
+            let known = which.data().iter::<i64>().map(at).collect::<Option<Vec<_>>>()?;
+            Some(TensorData::new(known, which.shape.clone()))
+        }
+        _ => None,
+    }
+}
+
+/// Returns the dimensions that a `Shape` gives.
+fn dimensions(graph: &Graph, node: &Node) -> Option<Vec<Option<i64>>> {
+    let shape = graph.values[node.inputs.first().copied()??].ty.shape.as_ref()?;
+    let at = |name: &str, usual: i64| match node.attributes.get(name) {
+        Some(Attribute::Int(own)) => *own,
+        _ => usual,
+    };
+    let rank = shape.len() as i64;
+    let place = |own: i64| (if own < 0 { own + rank } else { own }).clamp(0, rank) as usize;
+    let (from, to) = (place(at("start", 0)), place(at("end", rank)));
+    let part = shape.get(from..to.max(from))?;
+    Some(part.iter().map(|own| own.map(|own| own as i64)).collect())
+}

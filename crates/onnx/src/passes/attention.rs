@@ -1,0 +1,97 @@
+//! `softmax(α · q·kᵀ + mask) · v` from its parts.
+
+use crate::graph::{Attribute, Node, ValueId};
+
+use super::view::{View, in_place_of};
+
+/// Scores: a product with its factors and its mask.
+struct Scores {
+    q: ValueId,
+    /// k, with its last two dimensions swapped.
+    turned: ValueId,
+    scale: f64,
+    mask: Option<ValueId>,
+}
+
+pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
+    let node = view.call(at, "MatMul")?;
+    let (weights, v) = (node.x()?, node.input(1)?);
+    let softmax = view.made_for_one(weights, "Softmax")?;
+    let rank = view.dims(softmax.x()?)?.len();
+    let last = rank as i64 - 1;
+    if !matches!(softmax.int("axis").unwrap_or(-1), own if own == -1 || own == last) || !(3..=4).contains(&rank) {
+        return None;
+    }
+    let Scores { q, turned, scale, mask } = scores(view, softmax.x()?)?;
+    let (q, by) = scaled(view, q);
+    let (turned, more) = scaled(view, turned);
+    let scale = scale * by * more;
+    // All of one rank, with the same heads.
+    let fits = [q, turned, v].iter().all(|id| view.dims(*id).is_some_and(|own| own.len() == rank));
+    let heads = |id: ValueId| view.dims(id).map(|own| &own[..rank - 2]);
+    let known = || heads(q).is_some_and(|own| own.iter().all(Option::is_some));
+    if !fits || !known() || heads(q) != heads(turned) || heads(q) != heads(v) {
+        return None;
+    }
+    let node = node.clone();
+    let k = swapped(view, at, turned)?;
+    let mut inputs = vec![Some(q), Some(k), Some(v)];
+    inputs.extend(mask.map(Some));
+    let own = in_place_of(&node, "flashover::Attention", inputs)
+        .with("scale", Attribute::Float(scale as f32));
+    view.replace(at, own);
+    Some(())
+}
+
+fn scores(view: &View<'_>, id: ValueId) -> Option<Scores> {
+    if let Some(sum) = view.made_for_one(id, "Add") {
+        let [Some(one), Some(other)] = sum.inputs[..] else { return None };
+        return [(one, other), (other, one)].into_iter().find_map(|(own, mask)| {
+            let product = product(view, own)?;
+            // A mask broadcasts to the scores, and not they to it.
+            let (whole, part) = (view.dims(own)?, view.dims(mask)?);
+            let from = whole.len().checked_sub(part.len())?;
+            let fits = part.iter().zip(&whole[from..]).all(|(part, whole)| {
+                *part == Some(1) || (part.is_some() && part == whole)
+            });
+            (fits && part.last() == whole.last()).then_some(Scores { mask: Some(mask), ..product })
+        });
+    }
+    product(view, id)
+}
+
+fn product(view: &View<'_>, id: ValueId) -> Option<Scores> {
+    let (own, scale) = scaled(view, id);
+    let node = view.made_for_one(own, "MatMul")?;
+    Some(Scores { q: node.x()?, turned: node.input(1)?, scale, mask: None })
+}
+
+/// Returns a value and the number that it is multiplied by, if it is read once.
+fn scaled(view: &View<'_>, id: ValueId) -> (ValueId, f64) {
+    let factor = || {
+        if let Some(node) = view.made_for_one(id, "Mul") {
+            return view.with_number(node);
+        }
+        let node = view.made_for_one(id, "Div")?;
+        Some((node.x()?, 1.0 / view.number(node.input(1)?)?))
+    };
+    factor().unwrap_or((id, 1.0))
+}
+
+/// Returns a value with its last two dimensions swapped, before the node at a place.
+fn swapped(view: &mut View<'_>, at: usize, id: ValueId) -> Option<ValueId> {
+    let rank = view.dims(id)?.len();
+    let mut order: Vec<i64> = (0..rank as i64).collect();
+    order.swap(rank - 1, rank - 2);
+    if let Some(own) = view.made_by(id, "Transpose").filter(|own| own.ints("perm") == Some(&order)) {
+        return own.x();
+    }
+    let mut ty = view.ty(id).clone();
+    if let Some(shape) = &mut ty.shape {
+        shape.swap(rank - 1, rank - 2);
+    }
+    let to = view.add_value(ty);
+    let node = Node { outputs: vec![Some(to)], ..in_place_of(view.node(at)?, "Transpose", vec![Some(id)]) };
+    view.insert(at, node.with("perm", Attribute::Ints(order)));
+    Some(to)
+}

@@ -1,0 +1,256 @@
+//! Types of values, as onnx-ir infers them.
+//!
+//! onnx-ir renames values, folds `Shape` at the sizes of the export, and panics on some files. So it reads one node at a time: a
+//! model of that node, with the types of its inputs as they are known here. Only this module knows onnx-ir.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::tensor::DType;
+use onnx_ir::{ArgType, OnnxGraphBuilder};
+use prost::Message;
+
+use crate::graph::{Attribute, Graph, Node, Type, ValueId};
+use crate::proto::{
+    AttributeProto, Dimension, GraphProto, Length, ModelProto, NodeProto, OperatorSetIdProto,
+    TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto,
+};
+use crate::tensor::{self, Constant};
+
+/// Most elements of a constant that onnx-ir is shown: such tensors hold shapes, axes and factors.
+const SMALL: usize = 1024;
+
+/// Operators whose shapes onnx-ir 0.22.0 infers wrongly.
+pub(crate) const WRONG: [&str; 10] = [
+    "CausalConvWithState",
+    "CenterCropPad",
+    "DFT",
+    "Expand",
+    "LinearAttention",
+    "Pad",
+    "Resize",
+    "Slice",
+    "Tile",
+    "Upsample",
+];
+
+/// Infers the types of a node's outputs; none if it does not know the node.
+pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
+    if WRONG.contains(&node.op.as_str()) {
+        return None;
+    }
+    if let Some(own) = node.op.strip_prefix("flashover::") {
+        let mut types = vec![Type::default(); node.outputs.len()];
+        *types.first_mut()? = of_ours(graph, node, own)?;
+        return Some(types);
+    }
+    let mut types = of_like(graph, node).or_else(|| by_onnx_ir(graph, node, opset))?;
+    // It takes automatic padding for none.
+    if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME")) {
+        same_padding(graph, node, types.first_mut()?);
+    }
+    Some(types)
+}
+
+/// Sets the lengths of an image that is padded such that they depend on the strides only.
+fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
+    let strides = match node.attributes.get("strides") {
+        Some(Attribute::Ints(strides)) => strides.as_slice(),
+        _ => &[],
+    };
+    let image = node.inputs.first().copied().flatten();
+    let image = image.and_then(|id| graph.values[id].ty.shape.as_ref());
+    for (at, len) in ty.shape.iter_mut().flatten().enumerate().skip(2) {
+        let stride = strides.get(at - 2).map_or(Some(1), |own| usize::try_from(*own).ok());
+        let own = image.and_then(|image| *image.get(at)?).zip(stride.filter(|own| *own > 0));
+        *len = own.filter(|_| node.op != "ConvTranspose").map(|(own, stride)| own.div_ceil(stride));
+    }
+}
+
+/// Returns the type of the result of one of our own operators.
+fn of_ours(graph: &Graph, node: &Node, op: &str) -> Option<Type> {
+    let ty = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??].ty);
+    let x = ty(0)?;
+    let mut shape = x.shape.clone()?;
+    let joined = |at: usize, own: Option<usize>| match ty(at) {
+        Some(second) => Some(own? + second.shape.as_ref()?[1]?),
+        None => own,
+    };
+    match op {
+        "Linear" => {
+            let weight = ty(1)?.shape.as_ref()?;
+            let turned = matches!(node.attributes.get("transB"), Some(Attribute::Int(1)));
+            *shape.last_mut()? = weight[usize::from(!turned)];
+        }
+        "Attention" => *shape.last_mut()? = *ty(2)?.shape.as_ref()?.last()?,
+        "GroupNorm" => shape[1] = joined(3, shape[1]),
+        "Conv" => {
+            let weight = ty(1)?.shape.clone()?;
+            shape[1] = weight[0];
+            for at in 2..shape.len() {
+                shape[at] = conv_length(node, at - 2, shape.len() - 2, shape[at], weight[at]);
+            }
+        }
+        _ => return None,
+    }
+    Some(Type { dtype: x.dtype, shape: Some(shape) })
+}
+
+/// Returns the length of a convolution's result in one of `rank` dimensions.
+fn conv_length(
+    node: &Node,
+    at: usize,
+    rank: usize,
+    image: Option<usize>,
+    taps: Option<usize>,
+) -> Option<usize> {
+    let list = |name: &str, at: usize, usual: usize| match node.attributes.get(name) {
+        Some(Attribute::Ints(own)) => usize::try_from(*own.get(at)?).ok(),
+        _ => Some(usual),
+    };
+    let doubled = matches!(node.attributes.get("doubled"), Some(Attribute::Int(1)));
+    let image = image? * if doubled { 2 } else { 1 };
+    let stride = list("strides", at, 1).filter(|own| *own > 0)?;
+    let same = matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME"));
+    if same {
+        return Some(image.div_ceil(stride));
+    }
+    let padded = image + list("pads", at, 0)? + list("pads", at + rank, 0)?;
+    let reach = list("dilations", at, 1)? * (taps?.checked_sub(1)?) + 1;
+    Some(padded.checked_sub(reach)? / stride + 1)
+}
+
+/// Returns the types of operators that onnx-ir does not have, and whose first output is like their first input.
+fn of_like(graph: &Graph, node: &Node) -> Option<Vec<Type>> {
+    const LIKE: [&str; 12] = [
+        "RMSNormalization",
+        "RotaryEmbedding",
+        "TensorScatter",
+        "CumProd",
+        "ReverseSequence",
+        "com.microsoft::BiasGelu",
+        "com.microsoft::FastGelu",
+        "com.microsoft::QuickGelu",
+        "com.microsoft::SkipLayerNormalization",
+        "com.microsoft::SimplifiedLayerNormalization",
+        "com.microsoft::SkipSimplifiedLayerNormalization",
+        "com.microsoft::GroupNorm",
+    ];
+    LIKE.contains(&node.op.as_str()).then_some(())?;
+    let first = graph.values[node.inputs.first().copied()??].ty.clone();
+    let mut types = vec![Type::default(); node.outputs.len()];
+    *types.first_mut()? = first;
+    Some(types)
+}
+
+fn by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
+    let bytes = alone(graph, node, opset)?.encode_to_vec();
+    // It panics on some nodes that it cannot read.
+    let read = catch_unwind(AssertUnwindSafe(|| {
+        OnnxGraphBuilder::new().simplify(false).parse_bytes(&bytes)
+    }));
+    let read = read.ok()?.ok()?;
+    let mut made = read.outputs.iter();
+    let of = |id: &Option<ValueId>| {
+        id.and_then(|_| made.next()).map_or_else(Type::default, |own| of_argument(&own.ty))
+    };
+    Some(node.outputs.iter().map(of).collect())
+}
+
+fn of_argument(own: &ArgType) -> Type {
+    match own {
+        ArgType::Shape(rank) => Type { dtype: Some(DType::I64), shape: Some(vec![Some(*rank)]) },
+        ArgType::ScalarTensor(dtype) | ArgType::ScalarNative(dtype) => {
+            Type { dtype: Some(of_host(*dtype)), shape: None }
+        }
+        ArgType::Tensor(own) => {
+            let shape = own.static_shape.clone().filter(|shape| shape.len() == own.rank);
+            let shape = shape.unwrap_or_else(|| vec![None; own.rank]);
+            Type { dtype: Some(of_host(own.dtype)), shape: Some(shape) }
+        }
+    }
+}
+
+/// Returns the form of an element type in host memory.
+fn of_host(dtype: DType) -> DType {
+    if matches!(dtype, DType::Bool(_)) { tensor::BOOL } else { dtype }
+}
+
+/// Returns a model of a node alone; none if the type of an input is not known, or if the node runs graphs.
+fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
+    let (domain, op_type) = node.op.split_once("::").unwrap_or(("", &node.op));
+    let mut made = GraphProto { name: "node".to_owned(), ..GraphProto::default() };
+    let mut names = Vec::new();
+    for (at, id) in node.inputs.iter().enumerate() {
+        let Some(id) = id else {
+            names.push(String::new());
+            continue;
+        };
+        // A value that is read twice has one name.
+        let name = format!("v{id}");
+        let value = &graph.values[*id];
+        let known = node.inputs[..at].contains(&Some(*id));
+        match &value.constant {
+            _ if known => {}
+            Some(data) if data.count() <= SMALL => {
+                made.initializer.push(TensorProto { name: name.clone(), ..of_data(data)? });
+            }
+            _ => made.input.push(declared(name.clone(), &value.ty)?),
+        }
+        names.push(name);
+    }
+    let output: Vec<String> = (0..node.outputs.len())
+        .map(|at| if node.outputs[at].is_some() { format!("o{at}") } else { String::new() })
+        .collect();
+    let named = output.iter().filter(|name| !name.is_empty());
+    made.output =
+        named.map(|name| ValueInfoProto { name: name.clone(), r#type: None }).collect();
+    let attribute = node.attributes.iter().map(attribute).collect::<Option<_>>()?;
+    made.node.push(NodeProto {
+        input: names,
+        output,
+        op_type: op_type.to_owned(),
+        domain: domain.to_owned(),
+        attribute,
+        name: "node".to_owned(),
+        overload: String::new(),
+    });
+    let opset_import = vec![OperatorSetIdProto { domain: String::new(), version: opset }];
+    Some(ModelProto { ir_version: 8, graph: Some(made), opset_import, ..ModelProto::default() })
+}
+
+fn declared(name: String, ty: &Type) -> Option<ValueInfoProto> {
+    let length = |own: &Option<usize>| Dimension {
+        value: own.and_then(|own| i64::try_from(own).ok()).map(Length::Number),
+    };
+    let dim = ty.shape.as_ref()?.iter().map(length).collect();
+    let elem_type = tensor::number(ty.dtype?)?;
+    let own = TensorTypeProto { elem_type, shape: Some(TensorShapeProto { dim }) };
+    let r#type = Some(TypeProto { value: Some(TypeValue::Tensor(own)) });
+    Some(ValueInfoProto { name, r#type })
+}
+
+fn of_data(data: &Constant) -> Option<TensorProto> {
+    Some(TensorProto {
+        dims: data.shape.iter().map(|own| *own as i64).collect(),
+        data_type: tensor::number(data.dtype)?,
+        raw_data: data.bytes().clone(),
+        ..TensorProto::default()
+    })
+}
+
+fn attribute((name, value): (&String, &Attribute)) -> Option<AttributeProto> {
+    let own = AttributeProto { name: name.clone(), ..AttributeProto::default() };
+    let bytes = |text: &String| text.clone().into_bytes().into();
+    Some(match value {
+        Attribute::Float(f) => AttributeProto { r#type: 1, f: *f, ..own },
+        Attribute::Int(i) => AttributeProto { r#type: 2, i: *i, ..own },
+        Attribute::Text(text) => AttributeProto { r#type: 3, s: bytes(text), ..own },
+        Attribute::Tensor(data) => AttributeProto { r#type: 4, t: Some(of_data(data)?), ..own },
+        Attribute::Floats(all) => AttributeProto { r#type: 6, floats: all.clone(), ..own },
+        Attribute::Ints(all) => AttributeProto { r#type: 7, ints: all.clone(), ..own },
+        Attribute::Texts(all) => {
+            AttributeProto { r#type: 8, strings: all.iter().map(bytes).collect(), ..own }
+        }
+        Attribute::Graph(..) | Attribute::Activation(_) | Attribute::Other => return None,
+    })
+}
