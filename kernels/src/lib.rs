@@ -25,6 +25,7 @@ pub mod matmul;
 pub mod nf4;
 pub mod norm;
 pub mod optimizer;
+pub mod pointwise;
 pub mod q8_0;
 pub mod quantized;
 pub mod rope;

@@ -1,10 +1,17 @@
 //! Tensors whose rank is known at run time.
 
+use std::cell::Cell;
+use std::sync::Arc;
+
 use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
-use burn::backend::{Dispatch, DispatchDevice, DispatchTensor, TensorMetadata};
+use burn::backend::{
+    BackendTensor, Dispatch, DispatchDevice, DispatchTensor, DispatchTensorKind, TensorMetadata,
+};
 use burn::tensor::{
     BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, Tensor, TensorData,
 };
+
+use crate::tensor;
 
 /// A tensor of any element type and rank.
 ///
@@ -13,6 +20,28 @@ use burn::tensor::{
 pub(crate) struct Array {
     tensor: DispatchTensor,
     is_scalar: bool,
+    /// Its elements, of a small constant on a device.
+    known: Option<Arc<TensorData>>,
+}
+
+thread_local! {
+    /// Copies between the host and a device, of this thread.
+    static COPIES: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Returns the number of copies between the host and a device that this thread made so far. Work with copies cannot be captured.
+pub(crate) fn copies() -> usize {
+    COPIES.get()
+}
+
+fn is_host(device: &DispatchDevice) -> bool {
+    matches!(device, DispatchDevice::Flex(_))
+}
+
+fn count_copy(device: &DispatchDevice) {
+    if !is_host(device) {
+        COPIES.set(COPIES.get() + 1);
+    }
 }
 
 /// Family of an element type: each has operations of its own.
@@ -35,26 +64,37 @@ pub(crate) fn kind(dtype: DType) -> Kind {
 /// Calls the operation of the family of a tensor, which returns a tensor of the same family.
 macro_rules! same {
     ($of:expr, $float:ident, $int:ident, $bool:ident, |$tensor:ident| ($($arg:expr),*)) => {{
-        let Array { tensor, is_scalar } = $of;
-        let dtype = tensor.dtype();
+        let own = $of.kind();
+        let Array { tensor, is_scalar, .. } = $of;
         let $tensor = tensor;
-        let tensor = match kind(dtype) {
+        let tensor = match own {
             Kind::Float => <Dispatch as FloatTensorOps<Dispatch>>::$float($($arg),*),
             Kind::Int => <Dispatch as IntTensorOps<Dispatch>>::$int($($arg),*),
             Kind::Bool => <Dispatch as BoolTensorOps<Dispatch>>::$bool($($arg),*),
         };
-        Array { tensor, is_scalar }
+        Array::new(tensor, is_scalar)
     }};
 }
 
 impl Array {
     /// Takes a tensor of Burn.
     pub(crate) const fn of(tensor: DispatchTensor) -> Self {
-        Self { tensor, is_scalar: false }
+        Self::new(tensor, false)
+    }
+
+    const fn new(tensor: DispatchTensor, is_scalar: bool) -> Self {
+        Self { tensor, is_scalar, known: None }
+    }
+
+    /// Copies a constant to a device, and keeps its elements on the host, too.
+    pub(crate) fn from_constant(data: TensorData, device: &DispatchDevice) -> Self {
+        let known = (!is_host(device)).then(|| Arc::new(data.clone()));
+        Self { known, ..Self::from_data(data, device) }
     }
 
     /// Copies data to a device.
     pub(crate) fn from_data(data: TensorData, device: &DispatchDevice) -> Self {
+        count_copy(device);
         let shape = data.shape().to_vec();
         let dtype = data.dtype();
         // Burn pads the rows of matrices on CUDA; vectors have none.
@@ -95,18 +135,38 @@ impl Array {
         Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
     }
 
+    /// Returns true if the elements can be read without a copy from a device.
+    pub(crate) fn is_known(&self) -> bool {
+        self.known.is_some() || is_host(&self.device())
+    }
+
+    /// Replaces the elements in place.
+    ///
+    /// # Errors
+    /// The device failed, or has no kernels of ours.
+    pub(crate) fn overwrite(&self, data: TensorData) -> Result<(), String> {
+        ops::overwrite(&self.tensor, data.convert_dtype(self.dtype())).map_err(|why| why.to_string())
+    }
+
     /// Copies the elements to the host.
     ///
     /// # Errors
     /// The device failed.
     pub(crate) fn to_data(&self) -> Result<TensorData, String> {
+        if let Some(known) = &self.known {
+            return Ok((**known).clone());
+        }
+        count_copy(&self.device());
         let tensor = self.tensor.clone();
         let read = match self.kind() {
             Kind::Float => burn::backend::read_sync(Dispatch::float_into_data(tensor)),
             Kind::Int => burn::backend::read_sync(Dispatch::int_into_data(tensor)),
             Kind::Bool => burn::backend::read_sync(Dispatch::bool_into_data(tensor)),
         };
-        let data = read.map_err(|why| format!("{why:?}"))?;
+        let mut data = read.map_err(|why| format!("{why:?}"))?;
+        if self.kind() == Kind::Bool {
+            data = data.convert_dtype(tensor::BOOL);
+        }
         Ok(if self.is_scalar { reshaped(data, Vec::new()) } else { data })
     }
 
@@ -130,7 +190,7 @@ impl Array {
                 }
             }
         };
-        Self { tensor, is_scalar: shape.is_empty() }
+        Self::new(tensor, shape.is_empty())
     }
 
     /// Returns 0, 1, … as i64.
@@ -139,11 +199,19 @@ impl Array {
     }
 
     pub(crate) fn dtype(&self) -> DType {
-        self.tensor.dtype()
+        match self.tensor.dtype() {
+            // Some operations of Burn take bools for bytes.
+            own if self.kind() == Kind::Bool && kind(own) != Kind::Bool => tensor::BOOL,
+            own => own,
+        }
     }
 
     pub(crate) fn kind(&self) -> Kind {
-        kind(self.dtype())
+        match &self.tensor.kind {
+            DispatchTensorKind::Flex(BackendTensor::Bool(_))
+            | DispatchTensorKind::Cube(BackendTensor::Bool(_)) => Kind::Bool,
+            _ => kind(self.tensor.dtype()),
+        }
     }
 
     pub(crate) fn device(&self) -> DispatchDevice {
@@ -172,9 +240,13 @@ impl Array {
         if self.shape() == shape {
             return self;
         }
-        let lies = Shape::from(if shape.is_empty() { vec![1] } else { shape.to_vec() });
+        let lies = if shape.is_empty() { vec![1] } else { shape.to_vec() };
+        if let Some(tensor) = ops::reshaped(&self.tensor, &lies) {
+            return Self::new(tensor, shape.is_empty());
+        }
+        let lies = Shape::from(lies);
         let own = same!(self, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
-        Self { is_scalar: shape.is_empty(), ..own }
+        Self::new(own.tensor, shape.is_empty())
     }
 
     /// Reorders the dimensions: dimension `at` of the result is dimension `axes[at]`.
@@ -200,11 +272,29 @@ impl Array {
 
     /// Takes a range of each dimension.
     pub(crate) fn slice(self, ranges: &[Slice]) -> Self {
+        if let Some(own) = self.part(ranges) {
+            return own;
+        }
         same!(self, float_slice, int_slice, bool_slice, |tensor| (tensor, ranges))
+    }
+
+    /// Takes a range of each dimension without a copy, where that is possible.
+    fn part(&self, ranges: &[Slice]) -> Option<Self> {
+        let mut tensor = self.tensor.clone();
+        for (axis, (range, len)) in ranges.iter().zip(self.shape()).enumerate() {
+            let own = (range.step == 1).then(|| range.to_range(len))?;
+            if own != (0..len) {
+                tensor = ops::narrowed(&tensor, axis, own.start, own.end)?;
+            }
+        }
+        Some(Self::new(tensor, self.is_scalar))
     }
 
     /// Takes `from..to` of a dimension.
     pub(crate) fn narrow(self, axis: usize, from: usize, to: usize) -> Self {
+        if let Some(tensor) = ops::narrowed(&self.tensor, axis, from, to) {
+            return Self::of(tensor);
+        }
         let ranges: Vec<Slice> = self
             .shape()
             .iter()
@@ -217,9 +307,10 @@ impl Array {
 
     /// Joins tensors along a dimension.
     pub(crate) fn concat(all: Vec<Self>, axis: usize) -> Self {
-        let dtype = all[0].dtype();
+        let all = Self::together(all);
+        let own = all[0].kind();
         let all: Vec<_> = all.into_iter().map(Self::into_inner).collect();
-        Self::of(match kind(dtype) {
+        Self::of(match own {
             Kind::Float => Dispatch::float_cat(all, axis),
             Kind::Int => Dispatch::int_cat(all, axis),
             Kind::Bool => Dispatch::bool_cat(all, axis),
@@ -233,18 +324,33 @@ impl Array {
 
     /// Takes entries of a dimension, by indices of rank 1.
     pub(crate) fn select(self, axis: usize, indices: Self) -> Self {
+        let [own, indices] = Self::together([self, indices]);
+        own.select_here(axis, indices)
+    }
+
+    fn select_here(self, axis: usize, indices: Self) -> Self {
         let indices = indices.into_inner();
         same!(self, float_select, int_select, bool_select, |tensor| (tensor, axis, indices))
     }
 
     /// Takes an element for each index: `out[i][j][k] = self[index[i][j][k]][j][k]` for `axis` 0.
     pub(crate) fn gather(self, axis: usize, indices: Self) -> Self {
+        let [own, indices] = Self::together([self, indices]);
+        own.gather_here(axis, indices)
+    }
+
+    fn gather_here(self, axis: usize, indices: Self) -> Self {
         let indices = indices.into_inner();
         same!(self, float_gather, int_gather, bool_gather, |tensor| (axis, tensor, indices))
     }
 
     /// Takes elements of `other` where the mask is true.
     pub(crate) fn replaced(self, mask: Self, other: Self) -> Self {
+        let [own, mask, other] = Self::together([self, mask, other]);
+        own.replaced_here(mask, other)
+    }
+
+    fn replaced_here(self, mask: Self, other: Self) -> Self {
         let (mask, other) = (mask.into_inner(), other.into_inner());
         same!(self, float_mask_where, int_mask_where, bool_mask_where, |tensor| (
             tensor, mask, other
@@ -272,7 +378,7 @@ impl Array {
             (Kind::Bool, Kind::Int) => Dispatch::bool_into_int(tensor, int_dtype(dtype)),
             (Kind::Bool, Kind::Bool) => tensor,
         };
-        Self { tensor, is_scalar }
+        Self::new(tensor, is_scalar)
     }
 
     /// Returns the elements as i64.
@@ -300,14 +406,29 @@ impl Array {
         Ok(self.to_data()?.iter::<f64>().collect())
     }
 
+    /// Brings tensors to one device: to the host if all are known there, and to the device otherwise.
+    pub(crate) fn together<T: AsMut<[Self]>>(mut all: T) -> T {
+        let each = all.as_mut();
+        let away = |own: &Self| !is_host(&own.device());
+        let (host, device) = (each.iter().find(|own| !away(own)), each.iter().find(|own| away(own)));
+        if let (Some(host), Some(device)) = (host, device) {
+            let known = each.iter().all(|own| !away(own) || own.known.is_some());
+            let to = if known { host.device() } else { device.device() };
+            each.iter_mut().for_each(|own| *own = own.clone().on(&to));
+        }
+        all
+    }
+
     /// Moves to another device.
     pub(crate) fn on(self, device: &DispatchDevice) -> Self {
-        match self.device() == *device {
-            true => self,
-            false => same!(self, float_to_device, int_to_device, bool_to_device, |tensor| (
-                tensor, device
-            )),
+        if self.device() == *device {
+            return self;
         }
+        if let Some(known) = self.known.as_ref().filter(|_| is_host(device)) {
+            return Self::from_data((**known).clone(), device);
+        }
+        COPIES.set(COPIES.get() + 1);
+        same!(self, float_to_device, int_to_device, bool_to_device, |tensor| (tensor, device))
     }
 }
 
@@ -351,6 +472,11 @@ pub(crate) fn bool_dtype(device: &DispatchDevice) -> BoolDType {
 impl Array {
     /// Brings two tensors to the same rank.
     fn aligned(self, other: Self) -> (DispatchTensor, DispatchTensor, bool) {
+        let [one, other] = Self::together([self, other]);
+        one.aligned_here(other)
+    }
+
+    fn aligned_here(self, other: Self) -> (DispatchTensor, DispatchTensor, bool) {
         let is_scalar = self.is_scalar && other.is_scalar;
         let rank = self.rank().max(other.rank()).max(1);
         let padded = |own: Self| {
@@ -376,7 +502,7 @@ impl Array {
         let own = self.kind();
         let (lhs, rhs, is_scalar) = self.aligned(other);
         let tensor = if own == Kind::Float { float(lhs, rhs) } else { int(lhs, rhs) };
-        Self { tensor, is_scalar }
+        Self::new(tensor, is_scalar)
     }
 
     pub(crate) fn plus(self, other: Self) -> Self {
@@ -408,7 +534,7 @@ impl Array {
             Kind::Float => float(self.tensor, Scalar::Float(value)),
             _ => int(self.tensor, Scalar::Int(value as i64)),
         };
-        Self { tensor, is_scalar }
+        Self::new(tensor, is_scalar)
     }
 
     pub(crate) fn plus_number(self, value: f64) -> Self {
@@ -429,7 +555,7 @@ impl Array {
 
     /// Applies a function of floats.
     pub(crate) fn float(self, run: fn(DispatchTensor) -> DispatchTensor) -> Self {
-        Self { tensor: run(self.tensor), is_scalar: self.is_scalar }
+        Self::new(run(self.tensor), self.is_scalar)
     }
 
     /// Compares two tensors.
@@ -448,7 +574,7 @@ impl Array {
             (Kind::Int, Order::Greater) => Dispatch::int_greater(lhs, rhs, stored),
             (Kind::Int, Order::GreaterOrEqual) => Dispatch::int_greater_equal(lhs, rhs, stored),
         };
-        Self { tensor, is_scalar }
+        Self::new(tensor, is_scalar)
     }
 
     /// Compares with a number.
@@ -464,11 +590,11 @@ impl Array {
         run: fn(DispatchTensor, DispatchTensor) -> DispatchTensor,
     ) -> Self {
         let (lhs, rhs, is_scalar) = self.aligned(other);
-        Self { tensor: run(lhs, rhs), is_scalar }
+        Self::new(run(lhs, rhs), is_scalar)
     }
 
     pub(crate) fn not(self) -> Self {
-        Self { tensor: Dispatch::bool_not(self.tensor), is_scalar: self.is_scalar }
+        Self::new(Dispatch::bool_not(self.tensor), self.is_scalar)
     }
 
     /// Takes elements of `yes` where this is true, and of `no` elsewhere; all broadcast.

@@ -83,7 +83,10 @@ impl Devices {
             let near = |own: f32| if own.is_finite() { own.clamp(-most, most) } else { own };
             data = TensorData::new(data.iter::<f32>().map(near).collect(), constant.shape.clone());
         }
-        let array = Array::from_data(data, &self.device).cast(dtype);
+        let array = match constant.count() <= SMALL && data.dtype() == dtype {
+            true => Array::from_constant(data, &self.device),
+            false => Array::from_data(data, &self.device).cast(dtype),
+        };
         let array = match form {
             Form::Dense => array,
             Form::ChannelsLast => array.channels_last()?,

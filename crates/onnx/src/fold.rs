@@ -12,7 +12,7 @@ use crate::devices::Devices;
 use crate::graph::{Attribute, Graph, Node, Type, Value};
 use crate::ops::{Inputs, operator};
 use crate::tensor::Constant;
-use crate::types;
+use crate::{rules, types};
 
 /// Bytes of a constant that is made, beyond those that it is made of.
 const MOST_BYTES: usize = 1 << 20;
@@ -24,9 +24,7 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
         within(graph, &mut node, opset, host);
         let types = match node.attributes.values().any(|own| matches!(own, Attribute::Graph(..))) {
             true => of_parts(&node),
-            false => types::of_outputs(graph, &node, opset)
-                .or_else(|| by_trial(graph, &node, opset, host))
-                .unwrap_or_default(),
+            false => infer(graph, &node, opset, host),
         };
         for (id, ty) in node.outputs.iter().zip(types) {
             if let Some(id) = id {
@@ -41,7 +39,13 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
                     }
                 }
             }
-            None => graph.nodes.push(node),
+            None => {
+                if std::env::var_os("ONNX_DEBUG").is_some() {
+                    let t=|id:&Option<usize>| id.map_or("-".into(), |id| format!("{}{}{:?}", if graph.values[id].constant.is_some(){"c"}else{""}, graph.values[id].ty.lengths(), graph.values[id].ty.dtype));
+                    eprintln!("{} {} {:?} -> {:?}", node.op, node.name, node.inputs.iter().map(t).collect::<Vec<_>>(), node.outputs.iter().map(t).collect::<Vec<_>>());
+                }
+                graph.nodes.push(node)
+            }
         }
     }
 }
@@ -61,6 +65,16 @@ fn within(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
         }
         fold(part, opset, host);
     }
+}
+
+/// Infers the types of a node's outputs: by a run on zeros where it costs nothing, by rules, by onnx-ir, by a small run.
+fn infer(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Vec<Type> {
+    let moved = if rules::moves(&node.op) { by_trial(graph, node, opset, host) } else { None };
+    moved
+        .or_else(|| rules::of_outputs(graph, node))
+        .or_else(|| types::of_outputs(graph, node, opset))
+        .or_else(|| by_trial(graph, node, opset, host))
+        .unwrap_or_default()
 }
 
 /// Returns the types that the branches of a node share.
@@ -135,7 +149,7 @@ fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opti
     if OF_VALUES.contains(&node.op.as_str()) {
         return None;
     }
-    let cheap = types::WRONG.contains(&node.op.as_str());
+    let cheap = rules::moves(&node.op);
     let mut all = Vec::new();
     for (at, id) in node.inputs.iter().enumerate() {
         let Some(id) = id else {
@@ -149,7 +163,9 @@ fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opti
             None if cheap && at > 0 => return None,
             None => {
                 let (dtype, shape) = (ty.dtype?, ty.known_shape()?);
-                if !cheap && shape.iter().product::<usize>() > MOST_BYTES {
+                // Integers may be places or lengths.
+                let told = at > 0 && !dtype.is_float() && shape.len() < 2;
+                if !cheap && (told || shape.iter().product::<usize>() > MOST_BYTES) {
                     return None;
                 }
                 Array::full(&[], scalar_of(0.0, dtype), dtype, &host.host).expand(&shape)

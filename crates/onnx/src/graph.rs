@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use burn::tensor::DType;
-use ops::Activation;
+use ops::{Activation, Program};
 
 use crate::OnnxError;
 use crate::array::Array;
@@ -172,6 +172,7 @@ pub(crate) enum Attribute {
     Texts(Vec<String>),
     Tensor(Constant),
     Activation(Activation),
+    Program(Program),
     /// A graph, and the place of its captured values in the inputs of the node.
     Graph(Box<Graph>, usize),
     /// A kind that no operator reads.

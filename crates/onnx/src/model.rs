@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use burn::backend::DispatchDevice;
-use burn::tensor::{DType, Device, TensorData};
+use burn::tensor::{DType, Device, Distribution, TensorData};
 use ops::Ctx;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
 
 use crate::array::Array;
 use crate::devices::Devices;
 use crate::error::invalid;
+use crate::frames::Frames;
 use crate::graph::{self, Graph, Type};
 use crate::passes::{self, Passes};
 use crate::prepare::{opset, prepare};
@@ -18,8 +22,8 @@ use crate::run::Program;
 use crate::source::Source;
 use crate::{OnnxError, fold, precision};
 
-/// Shapes of inputs that a model keeps a program for.
-const MAX_PROGRAMS: usize = 16;
+/// Shapes of inputs that a model keeps frames for.
+const MAX_SHAPES: usize = 16;
 
 /// How a model runs.
 #[derive(Clone, Default)]
@@ -44,8 +48,10 @@ pub struct Model {
     options: Options,
     devices: Arc<Devices>,
     outputs: Vec<Option<DType>>,
-    /// Programs by the shapes of their inputs, the latest last.
-    programs: Mutex<Vec<(Shapes, Arc<Program>)>>,
+    /// How often each pass rewrote the graph.
+    rewritten: Vec<(&'static str, usize)>,
+    /// Frames by the shapes of their inputs, the latest last.
+    frames: Mutex<Vec<(Shapes, Frames)>>,
 }
 
 type Shapes = Vec<Vec<usize>>;
@@ -63,11 +69,11 @@ impl Model {
         let outputs = graph.outputs.iter().map(|id| graph.values[*id].ty.dtype).collect();
         let device: DispatchDevice = device.clone().inner().as_dispatch().clone();
         let devices = Arc::new(Devices::new(device, options.ctx.clone()));
-        rewrite(&mut graph, opset, &options.passes);
+        let rewritten = rewrite(&mut graph, opset, &options.passes);
         // Every node that is not served is told before a run.
         Program::check(&graph, opset, &devices)?;
-        let programs = Mutex::default();
-        Ok(Self { graph, opset, options, devices, outputs, programs })
+        let frames = Mutex::default();
+        Ok(Self { graph, opset, options, devices, outputs, rewritten, frames })
     }
 
     /// Returns the names of the inputs.
@@ -80,6 +86,44 @@ impl Model {
         self.names(&self.graph.outputs)
     }
 
+    /// Returns random inputs of the declared types. Dimensions without a number have `length`.
+    ///
+    /// # Errors
+    /// [`OnnxError::Input`] for an input whose type is not known.
+    pub fn random(&self, length: usize) -> Result<Vec<TensorData>, OnnxError> {
+        let each = |id: &usize| {
+            let value = &self.graph.values[*id];
+            let unknown = || OnnxError::Input {
+                name: value.name.clone(),
+                why: "its type is not known".to_owned(),
+            };
+            let (dtype, shape) = value.ty.dtype.zip(value.ty.shape.as_ref()).ok_or_else(unknown)?;
+            let shape: Vec<usize> = shape.iter().map(|own| own.unwrap_or(length)).collect();
+            let spread = if dtype.is_float() {
+                Distribution::Normal(0.0, 1.0)
+            } else {
+                Distribution::Uniform(0.0, 2.0)
+            };
+            let mut rng = ChaCha8Rng::seed_from_u64(*id as u64);
+            Ok(TensorData::random::<f32, _, _>(shape, spread, &mut rng).convert_dtype(dtype))
+        };
+        self.graph.inputs.iter().map(each).collect()
+    }
+
+    /// Returns how often each pass rewrote the graph, before the shapes of its inputs are known.
+    pub fn rewritten(&self) -> &[(&'static str, usize)] {
+        &self.rewritten
+    }
+
+    /// Returns the number of nodes by operator, after the passes.
+    pub fn operators(&self) -> BTreeMap<&str, usize> {
+        let mut counts = BTreeMap::new();
+        for node in &self.graph.nodes {
+            *counts.entry(node.op.as_str()).or_default() += 1;
+        }
+        counts
+    }
+
     fn names(&self, ids: &[usize]) -> Vec<&str> {
         ids.iter().map(|id| self.graph.values[*id].name.as_str()).collect()
     }
@@ -89,12 +133,49 @@ impl Model {
     /// # Errors
     /// [`OnnxError`].
     pub fn run(&self, inputs: Vec<TensorData>) -> Result<Vec<TensorData>, OnnxError> {
-        self.check(&inputs)?;
-        let program = self.program(inputs.iter().map(|own| own.shape().to_vec()).collect())?;
-        let given =
-            inputs.into_iter().map(|own| Array::from_data(own, &self.devices.device)).collect();
-        let outputs = program.run(given)?;
-        let data = outputs.iter().zip(&self.outputs).map(|(own, dtype)| {
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = self.frames_of(&mut frames, inputs)?;
+        let _guard = ops::stream_guard();
+        let made = own.run()?;
+        self.read(made)
+    }
+
+    /// Runs the model on inputs again and again, and returns the time of each run.
+    ///
+    /// # Errors
+    /// [`OnnxError`].
+    pub fn measure(&self, inputs: Vec<TensorData>, times: usize) -> Result<Speed, OnnxError> {
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        let started = Instant::now();
+        let own = self.frames_of(&mut frames, inputs)?;
+        let _guard = ops::stream_guard();
+        let device = Device::new(self.devices.device.clone());
+        let wait = || device.sync().map_err(|why| invalid(format!("{why:?}")));
+        own.run()?;
+        wait()?;
+        let first = started.elapsed();
+        for _ in 0..2 {
+            own.run()?;
+        }
+        wait()?;
+        let mut each = Vec::new();
+        for _ in 0..times {
+            let started = Instant::now();
+            own.run()?;
+            wait()?;
+            each.push(started.elapsed());
+        }
+        let started = Instant::now();
+        for _ in 0..times {
+            own.run()?;
+        }
+        wait()?;
+        let frame = started.elapsed() / times.max(1) as u32;
+        Ok(Speed { first, frame, each, captured: own.captured() })
+    }
+
+    fn read(&self, made: Vec<Array>) -> Result<Vec<TensorData>, OnnxError> {
+        let data = made.iter().zip(&self.outputs).map(|(own, dtype)| {
             let data = own.to_data().map_err(invalid)?;
             Ok(match dtype {
                 Some(dtype) if dtype.is_float() => data.convert_dtype(*dtype),
@@ -121,19 +202,38 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the program for inputs of these shapes.
-    fn program(&self, shapes: Shapes) -> Result<Arc<Program>, OnnxError> {
-        let lock = || self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut programs = lock();
-        if let Some(at) = programs.iter().position(|(own, _)| *own == shapes) {
-            let found = programs.remove(at);
-            let program = found.1.clone();
-            programs.push(found);
-            return Ok(program);
+    /// Returns the frames of inputs of these shapes, with these inputs.
+    fn frames_of<'a>(
+        &self,
+        frames: &'a mut Vec<(Shapes, Frames)>,
+        inputs: Vec<TensorData>,
+    ) -> Result<&'a mut Frames, OnnxError> {
+        self.check(&inputs)?;
+        let shapes: Shapes = inputs.iter().map(|own| own.shape().to_vec()).collect();
+        let own = match frames.iter().position(|(own, _)| *own == shapes) {
+            Some(at) => {
+                let mut own = frames.remove(at).1;
+                for (at, data) in inputs.into_iter().enumerate() {
+                    own.refresh(at, data)?;
+                }
+                own
+            }
+            None => {
+                let program = Arc::new(self.program(&shapes)?);
+                Frames::new(program, self.devices.clone(), inputs)
+            }
+        };
+        if frames.len() == MAX_SHAPES {
+            frames.remove(0);
         }
-        drop(programs);
+        frames.push((shapes, own));
+        Ok(&mut frames.last_mut().expect("pushed").1)
+    }
+
+    /// Returns the program for inputs of these shapes.
+    fn program(&self, shapes: &Shapes) -> Result<Program, OnnxError> {
         let mut graph = self.graph.clone();
-        for (id, shape) in self.graph.inputs.iter().zip(&shapes) {
+        for (id, shape) in self.graph.inputs.iter().zip(shapes) {
             let shape = shape.iter().map(|len| Some(*len)).collect();
             graph.values[*id].ty.learn(Type { dtype: None, shape: Some(shape) });
         }
@@ -141,14 +241,21 @@ impl Model {
         if let Some(dtype) = self.options.dtype.filter(|dtype| *dtype != DType::F32) {
             precision::convert(&mut graph, dtype, &self.options.keep_f32)?;
         }
-        let program = Arc::new(Program::new(&graph, self.opset, &self.devices)?);
-        let mut programs = lock();
-        if programs.len() == MAX_PROGRAMS {
-            programs.remove(0);
-        }
-        programs.push((shapes, program.clone()));
-        Ok(program)
+        Program::new(&graph, self.opset, &self.devices)
     }
+}
+
+/// Time of runs.
+#[derive(Debug, Clone)]
+pub struct Speed {
+    /// The first run, with its preparation.
+    pub first: Duration,
+    /// A run, of many in a row.
+    pub frame: Duration,
+    /// Runs one by one, each with its launch and the wait for its end.
+    pub each: Vec<Duration>,
+    /// True if runs are replayed from a graph of the device.
+    pub captured: bool,
 }
 
 /// Folds what is known, and runs passes.

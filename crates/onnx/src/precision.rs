@@ -7,6 +7,7 @@
 use std::collections::{HashMap, HashSet};
 
 use burn::tensor::DType;
+use ops::{Function, Step};
 
 use crate::OnnxError;
 use crate::error::invalid;
@@ -106,15 +107,21 @@ impl Converter {
     }
 }
 
+/// Returns true for a program with a sine or cosine.
+fn has_wave(node: &Node) -> bool {
+    let wave = |step: &Step| matches!(step, Step::Unary(Function::Sin | Function::Cos, _));
+    matches!(node.attributes.get("program"), Some(Attribute::Program(own)) if own.steps.iter().any(wave))
+}
+
 /// Returns the values that sines and cosines are computed from, and these.
 fn waves(graph: &Graph) -> HashSet<ValueId> {
-    const PASSED: [&str; 17] = [
+    const PASSED: [&str; 18] = [
         "Add", "Cast", "Concat", "Cos", "Div", "Exp", "Expand", "Mul", "Neg", "Pow", "Reshape",
-        "Sin", "Slice", "Sub", "Transpose", "Unsqueeze", "MatMul",
+        "Sin", "Slice", "Sub", "Transpose", "Unsqueeze", "MatMul", "flashover::Pointwise",
     ];
     let mut found = HashSet::new();
     for node in graph.nodes.iter().rev() {
-        let wave = matches!(node.op.as_str(), "Sin" | "Cos");
+        let wave = matches!(node.op.as_str(), "Sin" | "Cos") || has_wave(node);
         let read = node.outputs.iter().flatten().any(|id| found.contains(id));
         if !(wave || read && PASSED.contains(&node.op.as_str())) {
             continue;

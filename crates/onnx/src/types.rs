@@ -14,36 +14,21 @@ use crate::proto::{
     AttributeProto, Dimension, GraphProto, Length, ModelProto, NodeProto, OperatorSetIdProto,
     TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto,
 };
+use crate::rules::of_host;
 use crate::tensor::{self, Constant};
 
 /// Most elements of a constant that onnx-ir is shown: such tensors hold shapes, axes and factors.
 const SMALL: usize = 1024;
 
 /// Operators whose shapes onnx-ir 0.22.0 infers wrongly.
-pub(crate) const WRONG: [&str; 10] = [
-    "CausalConvWithState",
-    "CenterCropPad",
-    "DFT",
-    "Expand",
-    "LinearAttention",
-    "Pad",
-    "Resize",
-    "Slice",
-    "Tile",
-    "Upsample",
-];
+const WRONG: [&str; 4] = ["CausalConvWithState", "DFT", "Expand", "LinearAttention"];
 
-/// Infers the types of a node's outputs; none if it does not know the node.
+/// Infers the types of a node's outputs; none if onnx-ir does not know the node.
 pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
-    if WRONG.contains(&node.op.as_str()) {
+    if WRONG.contains(&node.op.as_str()) || node.op.starts_with("flashover::") {
         return None;
     }
-    if let Some(own) = node.op.strip_prefix("flashover::") {
-        let mut types = vec![Type::default(); node.outputs.len()];
-        *types.first_mut()? = of_ours(graph, node, own)?;
-        return Some(types);
-    }
-    let mut types = of_like(graph, node).or_else(|| by_onnx_ir(graph, node, opset))?;
+    let mut types = by_onnx_ir(graph, node, opset)?;
     // It takes automatic padding for none.
     if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME")) {
         same_padding(graph, node, types.first_mut()?);
@@ -64,82 +49,6 @@ fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
         let own = image.and_then(|image| *image.get(at)?).zip(stride.filter(|own| *own > 0));
         *len = own.filter(|_| node.op != "ConvTranspose").map(|(own, stride)| own.div_ceil(stride));
     }
-}
-
-/// Returns the type of the result of one of our own operators.
-fn of_ours(graph: &Graph, node: &Node, op: &str) -> Option<Type> {
-    let ty = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??].ty);
-    let x = ty(0)?;
-    let mut shape = x.shape.clone()?;
-    let joined = |at: usize, own: Option<usize>| match ty(at) {
-        Some(second) => Some(own? + second.shape.as_ref()?[1]?),
-        None => own,
-    };
-    match op {
-        "Linear" => {
-            let weight = ty(1)?.shape.as_ref()?;
-            let turned = matches!(node.attributes.get("transB"), Some(Attribute::Int(1)));
-            *shape.last_mut()? = weight[usize::from(!turned)];
-        }
-        "Attention" => *shape.last_mut()? = *ty(2)?.shape.as_ref()?.last()?,
-        "GroupNorm" => shape[1] = joined(3, shape[1]),
-        "Conv" => {
-            let weight = ty(1)?.shape.clone()?;
-            shape[1] = weight[0];
-            for at in 2..shape.len() {
-                shape[at] = conv_length(node, at - 2, shape.len() - 2, shape[at], weight[at]);
-            }
-        }
-        _ => return None,
-    }
-    Some(Type { dtype: x.dtype, shape: Some(shape) })
-}
-
-/// Returns the length of a convolution's result in one of `rank` dimensions.
-fn conv_length(
-    node: &Node,
-    at: usize,
-    rank: usize,
-    image: Option<usize>,
-    taps: Option<usize>,
-) -> Option<usize> {
-    let list = |name: &str, at: usize, usual: usize| match node.attributes.get(name) {
-        Some(Attribute::Ints(own)) => usize::try_from(*own.get(at)?).ok(),
-        _ => Some(usual),
-    };
-    let doubled = matches!(node.attributes.get("doubled"), Some(Attribute::Int(1)));
-    let image = image? * if doubled { 2 } else { 1 };
-    let stride = list("strides", at, 1).filter(|own| *own > 0)?;
-    let same = matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME"));
-    if same {
-        return Some(image.div_ceil(stride));
-    }
-    let padded = image + list("pads", at, 0)? + list("pads", at + rank, 0)?;
-    let reach = list("dilations", at, 1)? * (taps?.checked_sub(1)?) + 1;
-    Some(padded.checked_sub(reach)? / stride + 1)
-}
-
-/// Returns the types of operators that onnx-ir does not have, and whose first output is like their first input.
-fn of_like(graph: &Graph, node: &Node) -> Option<Vec<Type>> {
-    const LIKE: [&str; 12] = [
-        "RMSNormalization",
-        "RotaryEmbedding",
-        "TensorScatter",
-        "CumProd",
-        "ReverseSequence",
-        "com.microsoft::BiasGelu",
-        "com.microsoft::FastGelu",
-        "com.microsoft::QuickGelu",
-        "com.microsoft::SkipLayerNormalization",
-        "com.microsoft::SimplifiedLayerNormalization",
-        "com.microsoft::SkipSimplifiedLayerNormalization",
-        "com.microsoft::GroupNorm",
-    ];
-    LIKE.contains(&node.op.as_str()).then_some(())?;
-    let first = graph.values[node.inputs.first().copied()??].ty.clone();
-    let mut types = vec![Type::default(); node.outputs.len()];
-    *types.first_mut()? = first;
-    Some(types)
 }
 
 fn by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
@@ -168,11 +77,6 @@ fn of_argument(own: &ArgType) -> Type {
             Type { dtype: Some(of_host(own.dtype)), shape: Some(shape) }
         }
     }
-}
-
-/// Returns the form of an element type in host memory.
-fn of_host(dtype: DType) -> DType {
-    if matches!(dtype, DType::Bool(_)) { tensor::BOOL } else { dtype }
 }
 
 /// Returns a model of a node alone; none if the type of an input is not known, or if the node runs graphs.
@@ -251,6 +155,9 @@ fn attribute((name, value): (&String, &Attribute)) -> Option<AttributeProto> {
         Attribute::Texts(all) => {
             AttributeProto { r#type: 8, strings: all.iter().map(bytes).collect(), ..own }
         }
-        Attribute::Graph(..) | Attribute::Activation(_) | Attribute::Other => return None,
+        Attribute::Graph(..)
+        | Attribute::Activation(_)
+        | Attribute::Program(_)
+        | Attribute::Other => return None,
     })
 }

@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
+use burn::backend::{
+    BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind, TensorMetadata,
+};
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Tensor};
 use burn_cubecl::kernel::into_contiguous;
@@ -23,6 +25,17 @@ pub(crate) fn cube<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<Cub
         }
         DispatchTensorKind::Autodiff(_) => Err(OpError::NoGradient),
         _ => Err(OpError::Device(format!("{device:?}"))),
+    }
+}
+
+/// Returns the CubeCL tensor behind a tensor of any type and rank.
+pub(crate) fn cube_of_any(tensor: &DispatchTensor) -> Result<CubeTensor, OpError> {
+    match &tensor.kind {
+        DispatchTensorKind::Cube(
+            BackendTensor::Float(tensor) | BackendTensor::Int(tensor) | BackendTensor::Bool(tensor),
+        ) => Ok(tensor.clone()),
+        DispatchTensorKind::Autodiff(_) => Err(OpError::NoGradient),
+        _ => Err(OpError::Device(format!("{:?}", tensor.device()))),
     }
 }
 

@@ -14,6 +14,7 @@ use kernels::group_norm::InvalidGroupNorm;
 use kernels::matmul::InvalidMatmul;
 use kernels::norm::InvalidNorm;
 use kernels::optimizer::InvalidAdamW;
+use kernels::pointwise::InvalidPointwise;
 use kernels::quantized::{InvalidWeight, QuantizeError};
 use kernels::rope::InvalidRope;
 use kernels::rope::in_place::InvalidRopeInPlace;
@@ -219,6 +220,9 @@ pub enum OpError {
     /// An invalid norm.
     #[error(transparent)]
     Norm(#[from] InvalidNorm),
+    /// An invalid chain of elementwise operations.
+    #[error(transparent)]
+    Pointwise(#[from] InvalidPointwise),
     /// An invalid embedding.
     #[error(transparent)]
     Embed(#[from] InvalidEmbed),

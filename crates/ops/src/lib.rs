@@ -47,6 +47,7 @@ mod memory;
 mod norm;
 mod offsets;
 mod placed;
+mod pointwise;
 mod pool;
 mod quantized;
 mod rope;
@@ -54,6 +55,7 @@ mod sample;
 pub mod training;
 mod update_inputs;
 mod upload;
+mod views;
 
 pub use activate::{activate, activate_memory};
 pub use allocation::check_allocation;
@@ -76,6 +78,7 @@ pub use group_norm::{GroupNormOptions, group_norm};
 pub use kernels::attention::{AttentionOptions, Implementation};
 pub use kernels::matmul::{Activation, Constant};
 pub use kernels::norm::NormKind;
+pub use kernels::pointwise::{Function, MAX_INPUTS, MAX_STEPS, Operation, Program, Step};
 pub use kernels::sample::Choice;
 pub use layout::broadcast;
 pub use matmul::{grouped_matmul, linear, linear_memory, matmul, takes_norm};
@@ -83,6 +86,7 @@ pub use memory::{GRAPH_OVERHEAD, Liveness, MemoryProfile, OpMemory, pool_overhea
 pub use norm::{NormWeights, norm, norm_memory};
 pub use offsets::Groups;
 pub use placed::{Lifetime, Pass, Placed, places};
+pub use pointwise::{pointwise, pointwise_into};
 pub use pool::{Pool, PoolOptions, Resize, pool, resize};
 pub use quant::{Block, Scales, Scheme, WeightFormat};
 pub use quantized::{
@@ -91,5 +95,6 @@ pub use quantized::{
 };
 pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};
-pub use update_inputs::{update_floats, update_inputs};
+pub use update_inputs::{overwrite, update_floats, update_inputs};
 pub use upload::upload;
+pub use views::{narrowed, reshaped};

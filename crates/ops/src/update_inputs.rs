@@ -3,8 +3,10 @@
 use arch::DType;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::IntTensor;
-use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, backend_extension};
-use burn::tensor::{Int, Tensor};
+use burn::backend::{
+    Autodiff, AutodiffBackend, Backend, Dispatch, DispatchTensor, backend_extension,
+};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::bytes::Bytes;
@@ -12,8 +14,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::OpError;
-use crate::call::{float_of, on_cubecl, same_shape};
-use crate::cube::written;
+use crate::call::{float_of, on_cubecl, same_dtype, same_shape};
+use crate::cube::{cube_of_any, written};
 
 /// Overwrites the words of `tensor` **in place**. Every clone of it sees the new words; work that this thread
 /// enqueued before does not.
@@ -69,6 +71,27 @@ pub fn update_floats<const D: usize>(tensor: &Tensor<D>, values: &[f32]) -> Resu
     };
     let tensor = written("the tensor", tensor, &dims, tensor.dtype())?;
     tensor.client.write(&tensor.handle, bytes);
+    Ok(())
+}
+
+/// Overwrites the elements of a tensor of any type and rank **in place**. Every clone of it sees the new ones; work that this thread
+/// enqueued before does not.
+///
+/// # Shapes
+/// `tensor` of any shape, dense; `data` with its type and as many elements.
+///
+/// # Errors
+/// [`OpError::DType`], [`OpError::Shape`]; [`OpError::Device`] for a device without kernels; [`OpError::Apart`] for a tensor
+/// that is not dense.
+pub fn overwrite(tensor: &DispatchTensor, data: TensorData) -> Result<(), OpError> {
+    let tensor = cube_of_any(tensor)?;
+    same_dtype("data", data.dtype(), tensor.dtype)?;
+    let (have, need) = (data.num_elements(), tensor.meta.shape().num_elements());
+    same_shape("data", &[have], &[need])?;
+    if !tensor.is_contiguous() {
+        return Err(OpError::Apart("the tensor"));
+    }
+    tensor.client.write(&tensor.handle, data.into_bytes());
     Ok(())
 }
 

@@ -280,8 +280,8 @@ fn fmod(a: Array, b: Array) -> Array {
 
 fn others(call: &Call<'_>) -> Option<Run> {
     Some(match call.op() {
-        "Max" => fold(|a, b| extreme(a.clone().compared(b.clone(), Order::Greater), a, b)),
-        "Min" => fold(|a, b| extreme(b.clone().compared(a.clone(), Order::Greater), a, b)),
+        "Max" => fold(largest),
+        "Min" => fold(smallest),
         "Sum" => fold(|a, b| Ok(a.plus(b))),
         "Mean" => Box::new(|inputs| {
             let count = inputs.all.len() as f64;
@@ -312,6 +312,14 @@ fn fold(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'sta
         let first = all.next().ok_or("there are no inputs")?;
         Ok(vec![all.try_fold(first, &run)?])
     })
+}
+
+pub(super) fn largest(a: Array, b: Array) -> Result<Array, String> {
+    extreme(a.clone().compared(b.clone(), Order::Greater), a, b)
+}
+
+pub(super) fn smallest(a: Array, b: Array) -> Result<Array, String> {
+    extreme(b.clone().compared(a.clone(), Order::Greater), a, b)
 }
 
 /// Takes elements of a where they come first, and of b elsewhere. NaN of either stays.

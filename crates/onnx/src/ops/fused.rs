@@ -144,7 +144,7 @@ fn finished(
     activated(out, activation.filter(|_| last))
 }
 
-fn activated(x: Array, activation: Option<Activation>) -> Result<Array, String> {
+pub(super) fn activated(x: Array, activation: Option<Activation>) -> Result<Array, String> {
     let Some(activation) = activation else { return Ok(x) };
     let shape = x.shape();
     let out = ops::activate(vector(x), activation, None).map_err(told)?;

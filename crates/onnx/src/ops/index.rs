@@ -15,6 +15,12 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
                 let at = axis(at, x.rank())?;
                 let (own, of) = (x.shape(), indices.shape());
+                // A single entry is a view.
+                if indices.count() == 1 && indices.is_known() {
+                    let place = axis(indices.ints()?[0], own[at])?;
+                    let shape = [&own[..at], &of[..], &own[at + 1..]].concat();
+                    return Ok(vec![x.narrow(at, place, place + 1).reshape(&shape)]);
+                }
                 let indices = from_start(indices, own[at]);
                 let flat = indices.clone().reshape(&[indices.count()]).on(&x.device());
                 let shape = [&own[..at], &of[..], &own[at + 1..]].concat();

@@ -8,6 +8,7 @@ mod index;
 mod linear;
 mod loss;
 mod norm;
+mod pointwise;
 mod quant;
 mod recurrent;
 mod reduce;
@@ -23,7 +24,7 @@ use std::sync::Arc;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, TensorData};
-use ops::{Activation, Ctx};
+use ops::{Activation, Ctx, Program as Steps};
 
 use crate::array::Array;
 use crate::graph::{Attribute, Node};
@@ -35,8 +36,9 @@ pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Se
 /// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
 pub(crate) type Read = Option<Result<Run, String>>;
 
-const FAMILIES: [fn(&Call<'_>) -> Read; 17] = [
+const FAMILIES: [fn(&Call<'_>) -> Read; 18] = [
     fused::read,
+    pointwise::read,
     elementwise::read,
     shape::read,
     reduce::read,
@@ -131,6 +133,13 @@ impl<'a> Call<'a> {
     pub(crate) fn activation(&self) -> Option<Activation> {
         match self.node.attributes.get("activation")? {
             Attribute::Activation(own) => Some(*own),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn program(&self) -> Option<Steps> {
+        match self.node.attributes.get("program")? {
+            Attribute::Program(own) => Some(own.clone()),
             _ => None,
         }
     }

@@ -37,8 +37,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         own = next;
         places.push(place);
     }
-    // A product with its bias is one node already.
-    if places.len() == 1 {
+    // A convolution with its bias is one node already.
+    if places.len() == 1 && own.kind != Kind::Linear {
         return None;
     }
     let last = places.pop()?;
@@ -169,7 +169,7 @@ fn join(view: &View<'_>, own: &Fused, reader: &Node, y: ValueId) -> Option<Fused
 }
 
 /// Returns the activation that a node computes.
-fn activation(view: &View<'_>, node: &Node) -> Option<Activation> {
+pub(super) fn activation(view: &View<'_>, node: &Node) -> Option<Activation> {
     let number = |name: &str, usual: f64| Constant::new(node.float(name).unwrap_or(usual) as f32);
     Some(match node.op.as_str() {
         "Relu" => Activation::Relu,

@@ -6,7 +6,9 @@ mod epilogues;
 mod images;
 mod neutral;
 mod norms;
+mod pointwise;
 mod products;
+mod reshapes;
 mod view;
 
 use std::collections::BTreeSet;
@@ -30,7 +32,7 @@ pub struct Pass {
 }
 
 /// All passes, in the order in which they run.
-pub const PASSES: [Pass; 12] = [
+pub const PASSES: [Pass; 14] = [
     Pass { name: "neutral", about: "nodes that change nothing", rewrite: neutral::rewrite },
     Pass { name: "gelu", about: "GELU from its parts", rewrite: activations::gelu },
     Pass { name: "silu", about: "SiLU from its parts", rewrite: activations::silu },
@@ -40,9 +42,11 @@ pub const PASSES: [Pass; 12] = [
     Pass { name: "batch-norm", about: "batch norms after convolutions", rewrite: norms::batch },
     Pass { name: "pad", about: "padding before convolutions", rewrite: images::pad },
     Pass { name: "attention", about: "attention from its parts", rewrite: attention::rewrite },
-    Pass { name: "qkv", about: "products of one input as one product", rewrite: products::join },
+    Pass { name: "reshape", about: "sums of reshaped products", rewrite: reshapes::rewrite },
     Pass { name: "epilogue", about: "what follows a convolution or product", rewrite: epilogues::rewrite },
+    Pass { name: "qkv", about: "products of one input as one product", rewrite: products::join },
     Pass { name: "image", about: "resizing and joining before convolutions", rewrite: images::rewrite },
+    Pass { name: "chain", about: "chains of elementwise nodes", rewrite: pointwise::rewrite },
 ];
 
 /// Passes that are on.

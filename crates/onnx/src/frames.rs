@@ -1,0 +1,108 @@
+//! Runs of one graph over and over, with inputs that change in place.
+//!
+//! The first run launches kernel by kernel: it compiles, and tunes if the policy says so. If it copied nothing between host and
+//! device, the second one is captured as a graph of the device, which all later ones replay.
+
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+
+use burn::tensor::{Device, Graph, TensorData};
+
+use crate::OnnxError;
+use crate::array::{Array, copies};
+use crate::devices::Devices;
+use crate::error::invalid;
+use crate::run::Program;
+
+type Outputs = Result<Vec<Array>, OnnxError>;
+type Run = Box<dyn FnMut() -> Outputs + Send>;
+
+/// A program with inputs.
+pub(crate) struct Frames {
+    program: Arc<Program>,
+    devices: Arc<Devices>,
+    inputs: Vec<Array>,
+    by: By,
+}
+
+enum By {
+    /// The next run is the first.
+    Nothing,
+    /// A first run, which copied something if this is false.
+    Launches(bool),
+    Graph { graph: Graph<Outputs, Run>, thread: ThreadId },
+}
+
+impl Frames {
+    pub(crate) fn new(program: Arc<Program>, devices: Arc<Devices>, inputs: Vec<TensorData>) -> Self {
+        let _guard = ops::stream_guard();
+        let on = &devices.device;
+        let inputs = inputs.into_iter().map(|own| Array::from_data(own, on)).collect();
+        Self { program, devices, inputs, by: By::Nothing }
+    }
+
+    /// Changes an input in place.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub(crate) fn refresh(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
+        if matches!(self.by, By::Graph { .. }) {
+            return self.inputs[at].overwrite(data).map_err(invalid);
+        }
+        self.inputs[at] = Array::from_data(data, &self.devices.device);
+        Ok(())
+    }
+
+    /// Returns true if runs are replayed from a graph.
+    pub(crate) fn captured(&self) -> bool {
+        matches!(&self.by, By::Graph { graph, .. } if graph.is_hardware())
+    }
+
+    /// Runs the program. Results lie in memory that the next run overwrites.
+    ///
+    /// # Errors
+    /// [`OnnxError::Node`].
+    pub(crate) fn run(&mut self) -> Outputs {
+        let eager = |own: &Self| own.program.run(own.inputs.clone());
+        match &mut self.by {
+            By::Nothing => {
+                let before = copies();
+                let made = eager(self);
+                let device = Device::new(self.devices.device.clone());
+                self.by = By::Launches(copies() == before && ops::captures(&device));
+                made
+            }
+            By::Launches(false) => eager(self),
+            By::Launches(true) => {
+                let (program, inputs) = (self.program.clone(), self.inputs.clone());
+                let run: Run = Box::new(move || program.run(inputs.clone()));
+                let device = Device::new(self.devices.device.clone());
+                let mut graph = ops::capture_alone(&device, run);
+                // SAFETY: the graph's closure holds clones of everything that it reads and writes. Constants are never written;
+                // the inputs belong to these frames, which `&mut` lets one thread use at a time. The graph was captured on the
+                // stream of this thread, and its results are read on it before the next run. Capturing does not run kernels.
+                let made = cloned(unsafe { graph.replay() });
+                self.by = By::Graph { graph, thread: thread::current().id() };
+                made
+            }
+            By::Graph { thread, .. } if *thread != thread::current().id() => eager(self),
+            // SAFETY: as above.
+            By::Graph { graph, .. } => cloned(unsafe { graph.replay() }),
+        }
+    }
+}
+
+fn cloned(made: &Outputs) -> Outputs {
+    match made {
+        Ok(made) => Ok(made.clone()),
+        Err(why) => Err(invalid(why.to_string())),
+    }
+}
+
+/// Ending a graph waits for its stream.
+impl Drop for Frames {
+    fn drop(&mut self) {
+        let _guard = ops::stream_guard();
+        self.by = By::Nothing;
+    }
+}

@@ -1,0 +1,137 @@
+//! Programs of elementwise steps.
+
+use burn::backend::Dispatch;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{BoolStore, DType};
+use ops::{Function, Operation, Program, Step};
+
+use super::fused::activated;
+use super::{Call, Read};
+use crate::array::{Array, Kind, Order, bool_dtype, scalar_of};
+
+pub(super) fn read(call: &Call<'_>) -> Read {
+    if call.op() != "flashover::Pointwise" {
+        return None;
+    }
+    let program = call.program()?;
+    let (logic, ours) = (is_logic(&program), call.has_kernels());
+    Some(Ok(Box::new(move |inputs| {
+        let mut all = inputs.each()?;
+        if !ours {
+            return Ok(vec![by_steps(&program, all)?]);
+        }
+        let float = all.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
+        // A kernel reads elements of two types.
+        for own in &mut all {
+            if own.dtype().is_float() && own.dtype() != float {
+                *own = own.clone().cast(float);
+            }
+        }
+        let device = all[0].device();
+        let out = if logic { stored(bool_dtype(&device)) } else { float };
+        let rank = all.iter().map(Array::rank).max().unwrap_or(0);
+        let all: Vec<_> = all.into_iter().map(Array::into_inner).collect();
+        let made = ops::pointwise(inputs.ctx, &program, &all, out).map_err(|why| why.to_string())?;
+        let made = Array::of(made);
+        Ok(vec![if rank == 0 { made.reshape(&[]) } else { made }])
+    })))
+}
+
+const fn stored(own: burn::tensor::BoolDType) -> DType {
+    match own {
+        burn::tensor::BoolDType::U8 => DType::Bool(BoolStore::U8),
+        burn::tensor::BoolDType::U32 => DType::Bool(BoolStore::U32),
+        burn::tensor::BoolDType::Native => DType::Bool(BoolStore::Native),
+    }
+}
+
+/// Returns true for a program whose result is a bool.
+fn is_logic(program: &Program) -> bool {
+    match program.steps.last() {
+        Some(Step::Unary(Function::Not, _)) => true,
+        Some(Step::Binary(operation, ..)) => matches!(
+            operation,
+            Operation::Equal
+                | Operation::Greater
+                | Operation::GreaterOrEqual
+                | Operation::And
+                | Operation::Or
+        ),
+        _ => false,
+    }
+}
+
+/// Runs a program by Burn's operations, one after the other.
+fn by_steps(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
+    let float = inputs.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
+    let device = inputs.first().ok_or("a program has no inputs")?.device();
+    let mut registers = inputs;
+    for step in &program.steps {
+        let of = |own: u8| registers[usize::from(own)].clone();
+        let number = |own: u8| of(own).cast(float);
+        let made = match *step {
+            Step::Constant(own) => {
+                Array::full(&[], scalar_of(own.value().into(), float), float, &device)
+            }
+            Step::Unary(Function::Not, a) => match of(a) {
+                own if own.kind() == Kind::Bool => own.not(),
+                own => own.cast(crate::tensor::BOOL).not(),
+            },
+            Step::Unary(function, a) => unary(function, number(a))?,
+            Step::Binary(operation, a, b) => match operation {
+                Operation::Add => number(a).plus(number(b)),
+                Operation::Subtract => number(a).minus(number(b)),
+                Operation::Multiply => number(a).times(number(b)),
+                Operation::Divide => number(a).over(number(b)),
+                Operation::Power => {
+                    number(a).numbers(number(b), Dispatch::float_powf, Dispatch::float_powf)
+                }
+                Operation::Max => super::elementwise::largest(number(a), number(b))?,
+                Operation::Min => super::elementwise::smallest(number(a), number(b))?,
+                Operation::Equal => same(of(a), of(b), float),
+                Operation::Greater => number(a).compared(number(b), Order::Greater),
+                Operation::GreaterOrEqual => number(a).compared(number(b), Order::GreaterOrEqual),
+                Operation::And => of(a).bools(of(b), |a, b| {
+                    <Dispatch as burn::backend::ops::BoolTensorOps<Dispatch>>::bool_and(a, b)
+                }),
+                Operation::Or => of(a).bools(of(b), |a, b| {
+                    <Dispatch as burn::backend::ops::BoolTensorOps<Dispatch>>::bool_or(a, b)
+                }),
+            },
+            Step::Select(which, yes, no) => {
+                let (yes, no) = (of(yes), of(no));
+                let bools = yes.kind() == Kind::Bool && no.kind() == Kind::Bool;
+                let pair = if bools { (yes, no) } else { (yes.cast(float), no.cast(float)) };
+                of(which).cast(crate::tensor::BOOL).choose(pair.0, pair.1)?
+            }
+        };
+        registers.push(made);
+    }
+    registers.pop().ok_or_else(|| "a program is empty".to_owned())
+}
+
+fn same(a: Array, b: Array, float: DType) -> Array {
+    match a.kind() == Kind::Bool && b.kind() == Kind::Bool {
+        true => a.compared(b, Order::Equal),
+        false => a.cast(float).compared(b.cast(float), Order::Equal),
+    }
+}
+
+fn unary(function: Function, x: Array) -> Result<Array, String> {
+    Ok(match function {
+        Function::Activation(own) => activated(x, Some(own))?,
+        Function::Abs => x.float(Dispatch::float_abs),
+        Function::Ceil => x.float(Dispatch::float_ceil),
+        Function::Cos => x.float(Dispatch::float_cos),
+        Function::Erf => x.float(Dispatch::float_erf),
+        Function::Exp => x.float(Dispatch::float_exp),
+        Function::Floor => x.float(Dispatch::float_floor),
+        Function::Log => x.float(Dispatch::float_log),
+        Function::Negate => x.float(Dispatch::float_neg),
+        Function::Not => x.cast(crate::tensor::BOOL).not(),
+        Function::Reciprocal => x.float(Dispatch::float_recip),
+        Function::Sign => x.float(Dispatch::float_sign),
+        Function::Sin => x.float(Dispatch::float_sin),
+        Function::Sqrt => x.float(Dispatch::float_sqrt),
+    })
+}

@@ -1,0 +1,101 @@
+//! Sums of a reshaped product, as the reshaped sum: `reshape(x·w) + r = reshape(x·w + unshape(r))`. The sum is then part of the
+//! product's epilogue, and reshaping and transposing are views.
+
+use crate::graph::{Attribute, Node, ValueId};
+
+use super::view::{View, in_place_of};
+
+/// Most nodes between a product and a sum.
+const MOST: usize = 6;
+
+pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
+    let sum = view.call(at, "Add")?.clone();
+    let [Some(one), Some(other)] = sum.inputs[..] else { return None };
+    let (moved, rest) = [(one, other), (other, one)].into_iter().find_map(|(own, rest)| {
+        let moved = moved(view, own)?;
+        let same = view.shape(own).is_some() && view.shape(own) == view.shape(rest);
+        (same && view.constant(rest).is_none()).then_some((moved, rest))
+    })?;
+    let product = moved.first()?.1.x()?;
+    // Back through the nodes, last to first.
+    let mut turned = rest;
+    for (_, node) in moved.iter().rev() {
+        turned = undone(view, at, node, turned)?;
+    }
+    // Forth with the sum.
+    let between = view.add_value(view.ty(product).clone());
+    let mut own = in_place_of(&sum, "Add", vec![Some(product), Some(turned)]);
+    own.outputs = vec![Some(between)];
+    let mut last = between;
+    let count = moved.len();
+    let places: Vec<usize> = moved.iter().map(|(place, _)| *place).collect();
+    let mut nodes = vec![own];
+    for (step, (_, node)) in moved.into_iter().enumerate() {
+        let to = match step + 1 == count {
+            true => sum.y()?,
+            false => view.add_value(view.ty(node.y()?).clone()),
+        };
+        let mut inputs = node.inputs.clone();
+        inputs[0] = Some(last);
+        nodes.push(Node { inputs, outputs: vec![Some(to)], ..node });
+        last = to;
+    }
+    places.into_iter().for_each(|place| view.remove(place));
+    let last = nodes.pop()?;
+    view.replace(at, last);
+    nodes.into_iter().for_each(|node| view.insert(at, node));
+    Some(())
+}
+
+/// Returns the nodes that only move the elements of a product, first to last, with their places.
+fn moved(view: &View<'_>, id: ValueId) -> Option<Vec<(usize, Node)>> {
+    let (mut found, mut id) = (Vec::new(), id);
+    while found.len() < MOST && view.is_read_once(id) {
+        let of = ["Reshape", "Transpose", "Squeeze", "Unsqueeze"];
+        let Some(place) = of.iter().find_map(|op| view.place(id, op)) else { break };
+        let node = view.node(place)?.clone();
+        view.shape(id)?;
+        id = node.x()?;
+        view.shape(id)?;
+        found.push((place, node));
+    }
+    found.reverse();
+    let is_product = ["MatMul", "Gemm", "Add"].iter().any(|op| view.made_for_one(id, op).is_some());
+    (is_product && !found.is_empty() && has_product(view, id)).then_some(found)
+}
+
+/// Returns true for a product with a constant matrix, or its sum with a bias.
+fn has_product(view: &View<'_>, id: ValueId) -> bool {
+    let product = |id: ValueId| {
+        let node = ["MatMul", "Gemm"].iter().find_map(|op| view.made_for_one(id, op));
+        node.and_then(|node| node.input(1)).is_some_and(|weight| view.constant(weight).is_some())
+    };
+    let biased = |node: &Node| {
+        let biased = node.inputs.iter().flatten().any(|id| view.constant(*id).is_some());
+        biased && node.inputs.iter().flatten().any(|id| product(*id))
+    };
+    product(id) || view.made_for_one(id, "Add").is_some_and(biased)
+}
+
+/// Adds a node that undoes another on a value, before the node at a place.
+fn undone(view: &mut View<'_>, at: usize, node: &Node, id: ValueId) -> Option<ValueId> {
+    let ty = view.ty(node.x()?).clone();
+    let to = view.add_value(ty.clone());
+    let own = match node.op.as_str() {
+        "Transpose" => {
+            let rank = ty.shape.as_ref()?.len();
+            let order = node.ints("perm").map_or_else(|| (0..rank as i64).rev().collect(), <[i64]>::to_vec);
+            let mut back = vec![0; order.len()];
+            order.iter().enumerate().for_each(|(to, from)| back[*from as usize] = to as i64);
+            in_place_of(node, "Transpose", vec![Some(id)]).with("perm", Attribute::Ints(back))
+        }
+        _ => {
+            let shape: Vec<i64> = ty.known_shape()?.iter().map(|len| *len as i64).collect();
+            let len = shape.len();
+            let shape = view.add_constant(burn::tensor::TensorData::new(shape, [len]));
+            in_place_of(node, "Reshape", vec![Some(id), Some(shape)])
+        }
+    };
+    view.insert(at, Node { outputs: vec![Some(to)], ..own });
+    Some(to)
+}

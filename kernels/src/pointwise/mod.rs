@@ -1,0 +1,25 @@
+//! A chain of elementwise operations as one kernel, generated from a program.
+//!
+//! ```text
+//! out[i] = round(program(in0[i], in1[i], …))      inputs broadcast: a stride of 0 repeats an element
+//! ```
+//!
+//! A program is a list of steps over registers: the first registers are the inputs, each step adds one, and the last one is the
+//! result. All arithmetic is f32, with one rounding at the end; bools are 0 and 1. Inputs and the result have any strides, so that
+//! a program without steps copies, transposes, slices or joins.
+//!
+//! Cost: each input once, the result once. A graph without this kernel writes and reads every intermediate: a chain of n steps over
+//! one tensor moves 2n times its bytes.
+//!
+//! Layout: the caller orders the dimensions as the result lies in memory, and merges those that every operand walks through evenly.
+//! What is left is one dimension for most chains, two where a vector broadcasts. Along the innermost one an operand is read in
+//! vectors, or as one element if its stride is 0; any other stride is read element by element.
+
+mod kernel;
+mod problem;
+
+pub use kernel::{Pointwise, PointwiseOperands};
+pub use problem::{
+    Function, InvalidPointwise, MAX_INPUTS, MAX_STEPS, Operation, PointwiseConfig, PointwiseInput,
+    PointwiseProblem, Program, Step,
+};
