@@ -1,4 +1,4 @@
-//! Times a model and compares it with the host: `runner FILE [cpu|cuda|vulkan|cubecl] [f32|f16] [PASSES] [TIMES]`.
+//! Times a model and compares it with the host: `runner FILE [cpu|cuda|vulkan|cubecl] [f32|f16] [PASSES] [TIMES] [BATCH]`.
 
 use std::error::Error;
 
@@ -8,6 +8,7 @@ use onnx::{Model, Options};
 use ops::Ctx;
 
 fn main() -> Result<(), Box<dyn Error>> {
+    env_logger::init();
     let args: Vec<String> = std::env::args().skip(1).collect();
     let text = |at: usize| args.get(at).map_or("", String::as_str);
     let (device, ctx) = match text(1) {
@@ -22,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let started = std::time::Instant::now();
     let model = Model::open(text(0), options, &device)?;
     let open = started.elapsed();
-    let inputs: Vec<TensorData> = model.random(1)?;
+    let inputs: Vec<TensorData> = model.random(text(5).parse().unwrap_or(1))?;
     let times = text(4).parse().unwrap_or(20);
     let speed = model.measure(inputs.clone(), times)?;
     let mut each = speed.each.clone();

@@ -1,6 +1,6 @@
 //! Tensors whose rank is known at run time.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
@@ -32,6 +32,52 @@ thread_local! {
 /// Returns the number of copies between the host and a device that this thread made so far. Work with copies cannot be captured.
 pub(crate) fn copies() -> usize {
     COPIES.get()
+}
+
+/// Data that an operator copies to a device in each run, such as places that follow from a constant. What did not change is not
+/// copied again.
+#[derive(Debug, Default)]
+pub(crate) struct Memo {
+    slots: Vec<(TensorData, Array)>,
+    at: usize,
+}
+
+/// Most bytes that are kept for another run.
+const MOST_KEPT: usize = 64 << 20;
+
+thread_local! {
+    static MEMO: RefCell<Option<Memo>> = const { RefCell::new(None) };
+}
+
+impl Memo {
+    /// Runs an operator with what its last run copied.
+    pub(crate) fn during<T>(&mut self, run: impl FnOnce() -> T) -> T {
+        let own = Self { slots: std::mem::take(&mut self.slots), at: 0 };
+        let outer = MEMO.replace(Some(own));
+        let made = run();
+        if let Some(own) = MEMO.replace(outer) {
+            *self = own;
+        }
+        made
+    }
+
+    fn find(data: &TensorData) -> Option<Array> {
+        MEMO.with_borrow_mut(|memo| {
+            let memo = memo.as_mut()?;
+            let found = memo.slots.get(memo.at).filter(|(own, _)| own == data)?.1.clone();
+            memo.at += 1;
+            Some(found)
+        })
+    }
+
+    fn keep(data: TensorData, array: &Array) {
+        MEMO.with_borrow_mut(|memo| {
+            let Some(memo) = memo else { return };
+            memo.slots.truncate(memo.at);
+            memo.slots.push((data, array.clone()));
+            memo.at += 1;
+        });
+    }
 }
 
 fn is_host(device: &DispatchDevice) -> bool {
@@ -94,6 +140,17 @@ impl Array {
 
     /// Copies data to a device.
     pub(crate) fn from_data(data: TensorData, device: &DispatchDevice) -> Self {
+        if is_host(device) || data.as_bytes().len() > MOST_KEPT {
+            return Self::copied(data, device);
+        }
+        Memo::find(&data).unwrap_or_else(|| {
+            let array = Self::copied(data.clone(), device);
+            Memo::keep(data, &array);
+            array
+        })
+    }
+
+    fn copied(data: TensorData, device: &DispatchDevice) -> Self {
         count_copy(device);
         let shape = data.shape().to_vec();
         let dtype = data.dtype();
@@ -103,7 +160,10 @@ impl Array {
         let tensor = match kind(dtype) {
             Kind::Float => Dispatch::float_from_data(data, device),
             Kind::Int => Dispatch::int_from_data(data, device),
-            Kind::Bool => Dispatch::bool_from_data(data, device),
+            Kind::Bool => {
+                let stored = DType::from(bool_dtype(device));
+                Dispatch::bool_from_data(data.convert_dtype(stored), device)
+            }
         };
         Self::of(tensor).reshape(&shape)
     }
@@ -135,9 +195,13 @@ impl Array {
         Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
     }
 
+    pub(crate) fn is_on_host(&self) -> bool {
+        is_host(&self.device())
+    }
+
     /// Returns true if the elements can be read without a copy from a device.
     pub(crate) fn is_known(&self) -> bool {
-        self.known.is_some() || is_host(&self.device())
+        self.known.is_some() || self.is_on_host()
     }
 
     /// Replaces the elements in place.
@@ -145,7 +209,7 @@ impl Array {
     /// # Errors
     /// The device failed, or has no kernels of ours.
     pub(crate) fn overwrite(&self, data: TensorData) -> Result<(), String> {
-        ops::overwrite(&self.tensor, data.convert_dtype(self.dtype())).map_err(|why| why.to_string())
+        ops::overwrite(&self.tensor, data.convert_dtype(self.tensor.dtype())).map_err(|why| why.to_string())
     }
 
     /// Copies the elements to the host.

@@ -160,7 +160,7 @@ fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opti
         all.push(Some(match constant {
             Some(data) => Array::from_data(data.data(), &host.host),
             // Lengths, axes and factors must be known.
-            None if cheap && at > 0 => return None,
+            None if cheap && (at > 0 || node.op == "ConstantOfShape") => return None,
             None => {
                 let (dtype, shape) = (ty.dtype?, ty.known_shape()?);
                 // Integers may be places or lengths.

@@ -79,6 +79,14 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let axis = place(int(node, "axis").unwrap_or(0), own.len())?;
             [&own[..axis], indices, &own[axis + 1..]].concat()
         }
+        "Range" => {
+            let number = |at: usize| {
+                let own = graph.values[node.inputs.get(at).copied()??].constant.as_ref()?;
+                own.data().iter::<f64>().next()
+            };
+            let steps = (number(1)? - number(0)?) / number(2)?;
+            vec![steps.is_finite().then(|| steps.ceil().max(0.0) as usize)]
+        }
         "Transpose" => {
             let own = x.shape.as_ref()?;
             match node.attributes.get("perm") {
@@ -184,8 +192,8 @@ fn conv(
 
 /// Returns true for operators that only move elements: a run on zeros tells their types for nothing.
 pub(crate) fn moves(op: &str) -> bool {
-    const MOVES: [&str; 12] = [
-        "CenterCropPad", "Expand", "Flatten", "Pad", "Reshape", "Resize", "Slice", "Split", "Squeeze",
+    const MOVES: [&str; 13] = [
+        "CenterCropPad", "ConstantOfShape", "Expand", "Flatten", "Pad", "Reshape", "Resize", "Slice", "Split", "Squeeze",
         "Tile", "Unsqueeze", "Upsample",
     ];
     MOVES.contains(&op)

@@ -67,6 +67,22 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
         let factor = if doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
         let sizes = windows.sizes(&image, &weight.shape()[2..])?;
+        let point = rank == 4 && image == [1, 1] && weight.shape()[2..] == [1, 1];
+        if point && windows.groups == 1 && second.is_none() && each.is_none() && !last {
+            // A product of a row.
+            let [rows, columns, filters] = [x.shape()[0], x.shape()[1], weight.shape()[0]];
+            let row = |own: Array| own.reshape(&[rows, filters]).tensor::<2>();
+            let epilogue = Epilogue {
+                bias: bias.map(vector),
+                activation,
+                residual: residual.map(row),
+                ..Epilogue::default()
+            };
+            let weight = weight.reshape(&[filters, columns]).permute(&[1, 0]).tensor::<2>();
+            let x = x.reshape(&[rows, columns]).tensor::<2>();
+            let out = ops::matmul(inputs.ctx, x, weight, epilogue).map_err(told)?;
+            return Ok(vec![Array::of_tensor(out).reshape(&[rows, filters, 1, 1])]);
+        }
         // In one dimension the height is 1.
         let pair = |own: &[usize], usual: usize| match own {
             [one] => [usual, *one],

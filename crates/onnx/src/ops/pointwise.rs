@@ -16,8 +16,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     let program = call.program()?;
     let (logic, ours) = (is_logic(&program), call.has_kernels());
     Some(Ok(Box::new(move |inputs| {
-        let mut all = inputs.each()?;
-        if !ours {
+        let mut all = Array::together(inputs.each()?);
+        // Shapes stay on the host.
+        if !ours || all.iter().all(Array::is_on_host) {
             return Ok(vec![by_steps(&program, all)?]);
         }
         let float = all.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);

@@ -230,8 +230,8 @@ fn softmax(
         false => (x, at),
     };
     let out = match op {
-        "Softmax" => Array::of(Dispatch::softmax(x.into_inner(), at)),
-        "LogSoftmax" => Array::of(Dispatch::log_softmax(x.into_inner(), at)),
+        "Softmax" => wide(x, |x| Dispatch::softmax(x, at)),
+        "LogSoftmax" => wide(x, |x| Dispatch::log_softmax(x, at)),
         _ => {
             let dtype = x.dtype();
             let len = x.shape()[at];
@@ -292,4 +292,11 @@ fn top_k(
     shape[at] = k;
     let places = Array::from_data(TensorData::new(places, shape), &x.device());
     Ok(vec![x.gather(at, places.clone()), places])
+}
+
+/// Computes floats of 16 bits in f32.
+fn wide(x: Array, run: impl FnOnce(DispatchTensor) -> DispatchTensor) -> Array {
+    let dtype = x.dtype();
+    let x = if dtype.size() == 2 { x.cast(DType::F32) } else { x };
+    Array::of(run(x.into_inner())).cast(dtype)
 }

@@ -249,7 +249,7 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
     let kernel = windows.kernel.clone().ok_or("it has no kernel_shape")?;
     let (up, with_pads) = (call.flag("ceil_mode"), call.flag("count_include_pad"));
     let columns_first = call.flag("storage_order");
-    let wants_places = call.outputs() > 1;
+    let (wants_places, ours) = (call.outputs() > 1, call.has_kernels());
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
@@ -262,6 +262,12 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
             let wide = x.clone().cast(DType::F32);
             let out = pooled(&wide, &sizes, &counts, kind, with_pads);
             return Ok(vec![out.cast(dtype)]);
+        }
+        if !wants_places && ours {
+            let whole = [&own[..2], &counts[..]].concat();
+            if let Some(out) = by_kernel(&x, &sizes, kind, up, with_pads).filter(|own| own.shape() == whole) {
+                return Ok(vec![out]);
+            }
         }
         let out = pooled(&x, &sizes, &counts, kind, with_pads);
         if !wants_places {
@@ -295,6 +301,25 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
         let places = sizes.unfold(&places, &counts, 0.0).gather(last, largest);
         Ok(vec![out.clone(), places.reshape(&out.shape())])
     }))
+}
+
+/// Pools an image of two dimensions where it lies; none for windows that the kernel does not have.
+fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) -> Option<Array> {
+    let pair = |own: &[usize]| <[usize; 2]>::try_from(own).ok();
+    let kind = match kind {
+        Pool::Max => ops::Pool::Max,
+        Pool::Mean if !up => ops::Pool::Mean { counts_padding: with_pads },
+        _ => return None,
+    };
+    let (before, after) = (pair(&sizes.before)?, pair(&sizes.after)?);
+    let options = ops::PoolOptions {
+        size: pair(&sizes.kernel)?,
+        stride: pair(&sizes.strides)?,
+        padding: [[before[0], after[0]], [before[1], after[1]]],
+        dilation: pair(&sizes.dilations)?,
+        ceil: up,
+    };
+    ops::pool(x.clone().tensor::<4>(), kind, options).ok().map(Array::of_tensor)
 }
 
 impl Sizes {
@@ -403,6 +428,15 @@ fn global(kind: Pool) -> Run {
         let own = x.shape();
         let image = own.get(2..).ok_or("an image has a rank of 3 or more")?;
         let rank = image.len();
+        if matches!(kind, Pool::Max | Pool::Mean) && x.dtype().is_float() && rank > 0 {
+            // The pixels as one dimension: a view, wherever the channels lie.
+            let pixels = x.reshape(&[own[0], own[1], image.iter().product()]).into_inner();
+            let out = match kind {
+                Pool::Max => Dispatch::float_max_dim(pixels, 2),
+                _ => Dispatch::float_mean_dim(pixels, 2),
+            };
+            return Ok(vec![Array::of(out).reshape(&[&own[..2], &vec![1; rank][..]].concat())]);
+        }
         let sizes = Sizes {
             kernel: image.to_vec(),
             strides: vec![1; rank],
