@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
 use burn::tensor::{Device, Graph, TensorData};
-use ops::Ctx;
+use ops::{Ctx, Placed};
 
 use crate::OnnxError;
 use crate::array::{Array, copies};
@@ -23,6 +23,8 @@ pub(crate) struct Frames {
     program: Arc<Program>,
     devices: Arc<Devices>,
     inputs: Vec<Array>,
+    /// Memory of the results, for the thread that computes the first run.
+    placed: Option<(ThreadId, Placed)>,
     by: By,
 }
 
@@ -42,7 +44,7 @@ impl Frames {
         let _guard = ops::stream_guard();
         let on = &devices.device;
         let inputs = inputs.into_iter().map(|own| Array::from_data(own, on)).collect();
-        Self { program, devices, inputs, by: By::Launches(0) }
+        Self { program, devices, inputs, placed: None, by: By::Launches(0) }
     }
 
     /// Changes an input in place.
@@ -67,16 +69,17 @@ impl Frames {
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn run(&mut self) -> Outputs {
-        let eager = |own: &Self| own.program.run(&own.devices.ctx, own.inputs.clone());
+        let eager = |own: &Self| {
+            // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
+            let placed = own.placed.as_ref().filter(|(of, _)| *of == thread::current().id());
+            own.program.run_in(&own.devices.ctx, own.inputs.clone(), placed.map(|own| &own.1))
+        };
         match &mut self.by {
             By::Launches(runs) => {
                 let runs = *runs;
                 let device = Device::new(self.devices.device.clone());
-                if runs == 0 && Ctx::precompiles(&device) {
-                    // Compiles the kernels on many cores. What a rehearsal cannot reach is compiled at its launch.
-                    let ctx = self.devices.ctx.rehearsal();
-                    self.program.run(&ctx, self.inputs.clone())?;
-                    ctx.rehearsed().compile();
+                if runs == 0 && self.devices.has_kernels() {
+                    self.prepare(&device)?;
                 }
                 let before = copies();
                 let made = eager(self);
@@ -87,7 +90,9 @@ impl Frames {
             By::Ready => {
                 let (program, inputs) = (self.program.clone(), self.inputs.clone());
                 let ctx = self.devices.ctx.clone();
-                let run: Run = Box::new(move || program.run(&ctx, inputs.clone()));
+                let placed = self.placed.as_ref().map(|(_, placed)| placed.clone());
+                let run: Run =
+                    Box::new(move || program.run_in(&ctx, inputs.clone(), placed.as_ref()));
                 let device = Device::new(self.devices.device.clone());
                 let mut graph = ops::capture_alone(&device, run);
                 // SAFETY: the graph's closure holds clones of everything that it reads and writes. Constants are never written;
@@ -101,6 +106,25 @@ impl Frames {
             // SAFETY: as above.
             By::Graph { graph, .. } => cloned(unsafe { graph.replay() }),
         }
+    }
+}
+
+impl Frames {
+    /// Allocates the memory of the results, and compiles the kernels on many cores. What a rehearsal cannot reach is compiled at its
+    /// launch.
+    fn prepare(&mut self, device: &Device) -> Result<(), OnnxError> {
+        let mut placed = self.program.placed(device)?;
+        let ctx = self.devices.ctx.rehearsal();
+        self.program.run_in(&ctx, self.inputs.clone(), placed.as_ref())?;
+        let rehearsed = ctx.rehearsed();
+        if let Some(placed) = &mut placed {
+            placed.set_workspace(rehearsed.workspace(), device);
+        }
+        if Ctx::precompiles(device) {
+            rehearsed.compile();
+        }
+        self.placed = placed.map(|placed| (thread::current().id(), placed));
+        Ok(())
     }
 }
 

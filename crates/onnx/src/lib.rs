@@ -11,6 +11,7 @@ mod frames;
 mod graph;
 mod model;
 mod ops;
+mod plan;
 pub mod passes;
 mod precision;
 mod prepare;
@@ -25,3 +26,4 @@ mod types;
 
 pub use error::{Fault, OnnxError};
 pub use model::{Model, Options, Speed};
+pub use plan::Plan;

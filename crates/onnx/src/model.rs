@@ -17,6 +17,7 @@ use crate::error::invalid;
 use crate::frames::Frames;
 use crate::graph::{self, Graph, Type};
 use crate::passes::{self, Passes};
+use crate::plan::Plan;
 use crate::prepare::{opset, prepare};
 use crate::run::Program;
 use crate::source::Source;
@@ -49,12 +50,14 @@ pub struct Model {
     devices: Arc<Devices>,
     outputs: Vec<Option<DType>>,
     /// How often each pass rewrote the graph.
-    rewritten: Vec<(&'static str, usize)>,
+    rewritten: Counts,
     /// Frames by the shapes of their inputs, the latest last.
     frames: Mutex<Vec<(Shapes, Frames)>>,
 }
 
 type Shapes = Vec<Vec<usize>>;
+/// How often each pass rewrote a graph.
+type Counts = Vec<(&'static str, usize)>;
 
 impl Model {
     /// Loads a model.
@@ -230,18 +233,31 @@ impl Model {
         Ok(&mut frames.last_mut().expect("pushed").1)
     }
 
+    /// Returns the memory that runs on inputs of these shapes need.
+    ///
+    /// # Errors
+    /// [`OnnxError::Invalid`] for a name in [`Options::keep_f32`] that no node has.
+    pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<Plan, OnnxError> {
+        Ok(Plan::of(&self.concrete(shapes)?.0))
+    }
+
     /// Returns the program for inputs of these shapes.
-    fn program(&self, shapes: &Shapes) -> Result<Program, OnnxError> {
+    fn program(&self, shapes: &[Vec<usize>]) -> Result<Program, OnnxError> {
+        Program::new(&self.concrete(shapes)?.0, self.opset, &self.devices)
+    }
+
+    /// Returns the graph for inputs of these shapes, and how often each pass rewrote it.
+    fn concrete(&self, shapes: &[Vec<usize>]) -> Result<(Graph, Counts), OnnxError> {
         let mut graph = self.graph.clone();
         for (id, shape) in self.graph.inputs.iter().zip(shapes) {
             let shape = shape.iter().map(|len| Some(*len)).collect();
             graph.values[*id].ty.learn(Type { dtype: None, shape: Some(shape) });
         }
-        rewrite(&mut graph, self.opset, &self.options.passes);
+        let counts = rewrite(&mut graph, self.opset, &self.options.passes);
         if let Some(dtype) = self.options.dtype.filter(|dtype| *dtype != DType::F32) {
             precision::convert(&mut graph, dtype, &self.options.keep_f32)?;
         }
-        Program::new(&graph, self.opset, &self.devices)
+        Ok((graph, counts))
     }
 }
 
@@ -259,7 +275,7 @@ pub struct Speed {
 }
 
 /// Folds what is known, and runs passes.
-fn rewrite(graph: &mut Graph, opset: i64, on: &Passes) -> Vec<(&'static str, usize)> {
+fn rewrite(graph: &mut Graph, opset: i64, on: &Passes) -> Counts {
     fold::fold(graph, opset, &Arc::new(Devices::host()));
     graph.sweep();
     passes::apply(graph, on)

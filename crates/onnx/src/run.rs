@@ -4,13 +4,14 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::tensor::DType;
-use ops::Ctx;
+use burn::tensor::{DType, Device};
+use ops::{Ctx, Placed};
 
 use crate::array::{Array, Kind, Memo, copies, kind};
 use crate::devices::{Devices, Form};
 use crate::error::invalid;
 use crate::graph::{Graph, Node, Type, ValueId};
+use crate::plan::Lifetimes;
 use crate::ops::{Inputs, Run, operator};
 use crate::{Fault, OnnxError};
 
@@ -23,6 +24,7 @@ pub(crate) struct Program {
     outputs: Vec<ValueId>,
     /// Types of all values, as far as they are known before a run.
     types: Vec<Type>,
+    lifetimes: Lifetimes,
     devices: Arc<Devices>,
 }
 
@@ -60,8 +62,21 @@ impl Program {
             inputs: graph.inputs.iter().chain(&graph.captured).copied().collect(),
             outputs: graph.outputs.clone(),
             types: graph.values.iter().map(|value| value.ty.clone()).collect(),
+            lifetimes: Lifetimes::of(graph),
             devices: devices.clone(),
         })
+    }
+
+    /// Allocates the buffer that results share; none if there are none, or if the device has no buffers of this size.
+    ///
+    /// # Errors
+    /// The device has no kernels of ours.
+    pub(crate) fn placed(&self, device: &Device) -> Result<Option<Placed>, OnnxError> {
+        if self.lifetimes.results.is_empty() {
+            return Ok(None);
+        }
+        let placed = Placed::new(&self.lifetimes.results, device);
+        placed.map_err(|why| invalid(why.to_string()))
     }
 
     /// Checks that all operators of a graph are supported.
@@ -82,12 +97,27 @@ impl Program {
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn run(&self, ctx: &Ctx, given: Vec<Array>) -> Result<Vec<Array>, OnnxError> {
+        self.run_in(ctx, given, None)
+    }
+
+    /// Runs all nodes as [`Program::run`] does, with results in places that were allocated before.
+    ///
+    /// # Errors
+    /// [`OnnxError::Node`].
+    pub(crate) fn run_in(
+        &self,
+        ctx: &Ctx,
+        given: Vec<Array>,
+        placed: Option<&Placed>,
+    ) -> Result<Vec<Array>, OnnxError> {
+        let pass = placed.map(Placed::pass).transpose();
+        let pass = pass.map_err(|why| invalid(why.to_string()))?;
         let mut values = self.constants.clone();
         for (id, array) in self.inputs.iter().zip(given) {
             values[*id] = Some(array);
         }
         let before = copies();
-        for step in &self.steps {
+        for (step, place) in self.steps.iter().zip(&self.lifetimes.of_node) {
             // What a rehearsal reads is not written.
             if ctx.rehearses() && copies() > before {
                 return Ok(Vec::new());
@@ -99,8 +129,17 @@ impl Program {
             let failed = |why| OnnxError::Node(Fault::new(node, why));
             let copied = copies();
             let mut memo = step.memo.lock().unwrap_or_else(PoisonError::into_inner);
-            let made = memo.during(|| caught(|| (step.run)(&inputs))).map_err(failed)?;
+            let _span = trace::span(|| match node.name.is_empty() {
+                true => node.op.clone(),
+                false => format!("{} {}", node.op, node.name),
+            });
+            let mut run = || memo.during(|| caught(|| (step.run)(&inputs)));
+            let made = match pass.as_ref().filter(|_| place.is_some()) {
+                Some(pass) => pass.place(run),
+                None => run(),
+            };
             drop(memo);
+            let made = made.map_err(failed)?;
             if copies() > copied {
                 log::debug!("{} `{}` copies between host and device", node.op, node.name);
             }

@@ -1,0 +1,145 @@
+//! Memory of results: which results live at once, laid into one buffer before anything is loaded.
+//!
+//! A result lives from the node that makes it to the last node that reads it or a view of it. Results of known size that our
+//! kernels make take places in the buffer; what Burn's operations make is allocated when it is made.
+
+use burn::tensor::DType;
+use ops::Lifetime;
+
+use crate::graph::{Graph, Node};
+
+/// Operators whose results our kernels make, on a device that has them.
+const PLACED: [&str; 12] = [
+    "Conv",
+    "GroupNormalization",
+    "LayerNormalization",
+    "MatMul",
+    "RMSNormalization",
+    "flashover::Attention",
+    "flashover::Conv",
+    "flashover::GroupNorm",
+    "flashover::Linear",
+    "flashover::Norm",
+    "flashover::Pointwise",
+    "flashover::Softmax",
+];
+
+/// Operators of Burn whose results are new memory, and no views.
+const FRESH: [&str; 12] = [
+    "ArgMax", "AveragePool", "GatherND", "GlobalAveragePool", "LogSoftmax", "MaxPool", "ReduceMax",
+    "ReduceMean", "ReduceSum", "Softmax", "TopK", "Where",
+];
+
+/// Lifetimes of the results that take places.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Lifetimes {
+    pub(crate) results: Vec<Lifetime>,
+    /// Place of the result of each node.
+    pub(crate) of_node: Vec<Option<usize>>,
+}
+
+impl Lifetimes {
+    /// Finds the lifetimes of a graph whose shapes are known.
+    pub(crate) fn of(graph: &Graph) -> Self {
+        // Places that a value may lie in.
+        let mut holds: Vec<Vec<usize>> = vec![Vec::new(); graph.values.len()];
+        let mut own = Self::default();
+        // Nodes that were run when a result was last read.
+        let mut made_at = Vec::new();
+        let mut ends: Vec<usize> = Vec::new();
+        for (at, node) in graph.nodes.iter().enumerate() {
+            let mut read: Vec<usize> =
+                node.inputs.iter().flatten().flat_map(|id| holds[*id].clone()).collect();
+            read.sort_unstable();
+            read.dedup();
+            read.iter().for_each(|place| ends[*place] = at);
+            let size = placed(graph, node);
+            own.of_node.push(size.map(|_| own.results.len()));
+            if let Some(size) = size {
+                let place = own.results.len();
+                own.results.push(Lifetime { size, from: place, to: place + 1 });
+                made_at.push(at);
+                ends.push(at);
+                if let Some(Some(id)) = node.outputs.first() {
+                    holds[*id] = vec![place];
+                }
+            } else if !FRESH.contains(&node.op.as_str()) {
+                node.outputs.iter().flatten().for_each(|id| holds[*id] = read.clone());
+            }
+        }
+        for id in &graph.outputs {
+            holds[*id].iter().for_each(|place| ends[*place] = graph.nodes.len());
+        }
+        // Time counts results.
+        for (result, end) in own.results.iter_mut().zip(ends) {
+            result.to = made_at.partition_point(|at| *at <= end);
+        }
+        own
+    }
+
+    /// Returns the bytes of the largest set of results that live at once.
+    pub(crate) fn most_at_once(&self) -> u128 {
+        let at = |time: usize| {
+            let alive = self.results.iter().filter(|own| own.from <= time && time < own.to);
+            alive.map(|own| own.size).sum::<u128>()
+        };
+        (0..self.results.len()).map(at).max().unwrap_or(0)
+    }
+}
+
+/// Returns the bytes of a node's result, if it takes a place.
+fn placed(graph: &Graph, node: &Node) -> Option<u128> {
+    if !PLACED.contains(&node.op.as_str()) || node.outputs.len() != 1 {
+        return None;
+    }
+    let ty = &graph.values[(*node.outputs.first()?)?].ty;
+    let dtype = ty.dtype.filter(|own| matches!(own, DType::F32 | DType::F16 | DType::BF16))?;
+    let count: usize = ty.known_shape()?.iter().product();
+    (count > 0).then_some(count as u128 * dtype.size() as u128)
+}
+
+/// Memory of a model for inputs of given shapes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// Bytes of the constants, as they lie on the device.
+    pub constants: u128,
+    /// Bytes of the inputs.
+    pub inputs: u128,
+    /// Bytes of the buffer that results share.
+    pub arena: u128,
+    /// Bytes of the largest set of those results that live at once.
+    pub alive: u128,
+    /// Results in the buffer.
+    pub placed: usize,
+    /// Bytes of all results with a known size, if each had its own memory.
+    pub results: u128,
+    /// Nodes whose results have a size that only a run tells.
+    pub unknown: usize,
+}
+
+impl Plan {
+    pub(crate) fn of(graph: &Graph) -> Self {
+        let lifetimes = Lifetimes::of(graph);
+        let bytes = |id: &usize| {
+            let ty = &graph.values[*id].ty;
+            let count: usize = ty.known_shape()?.iter().product();
+            Some(count as u128 * ty.dtype?.size() as u128)
+        };
+        let mut read = vec![false; graph.values.len()];
+        let inputs = graph.nodes.iter().flat_map(|node| &node.inputs).flatten();
+        inputs.chain(&graph.outputs).for_each(|id| read[*id] = true);
+        let constants = (0..graph.values.len())
+            .filter(|id| read[*id] && graph.values[*id].constant.is_some())
+            .filter_map(|id| bytes(&id));
+        let made = || graph.nodes.iter().flat_map(|node| &node.outputs).flatten();
+        Self {
+            constants: constants.sum(),
+            inputs: graph.inputs.iter().filter_map(bytes).sum(),
+            arena: ops::places(&lifetimes.results).1,
+            alive: lifetimes.most_at_once(),
+            placed: lifetimes.results.len(),
+            results: made().filter_map(bytes).sum(),
+            unknown: made().filter(|id| bytes(id).is_none()).count(),
+        }
+    }
+}
