@@ -11,6 +11,7 @@ mod interrupt;
 mod logits_command;
 mod model_args;
 mod monitor_command;
+mod onnx_command;
 mod op_command;
 mod panics;
 mod plan_command;
@@ -49,7 +50,7 @@ const TEMPLATE: &str = "\
 {options}";
 
 const GROUPS: [(&str, &[&str]); 5] = [
-    ("Run a model", &["generate", "chat", "tokenize", "logits", "unet"]),
+    ("Run a model", &["generate", "chat", "tokenize", "logits", "unet", "onnx"]),
     ("Train and convert", &["train", "grpo", "quantize"]),
     ("Measure and plan", &["bench", "profile", "compare", "plan"]),
     ("This machine", &["doctor", "monitor", "op"]),
@@ -156,6 +157,10 @@ enum Command {
     ///
     /// Example: flashover unet bench --shape unet-38m,sd15 --batch 1,8 --dtype f16
     Unet(unet_command::Args),
+    /// Run, measure or inspect any ONNX graph
+    ///
+    /// Example: flashover onnx bench model.onnx --batch 1,32 --dtype f16
+    Onnx(onnx_command::Args),
     /// Print a script that completes commands and options in a shell
     ///
     /// Example: flashover completions bash > ~/.local/share/bash-completion/completions/flashover
@@ -206,6 +211,7 @@ pub fn main() -> ExitCode {
         Command::Logits(args) => logits_command::run(&args),
         Command::Tokenize(args) => tokenize_command::run(&args),
         Command::Unet(args) => unet_command::run(&args),
+        Command::Onnx(args) => onnx_command::run(&args),
         Command::Completions { shell } => completions(shell),
         Command::Man { output } => man(&output),
     });

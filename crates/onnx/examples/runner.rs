@@ -30,10 +30,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     each.sort_unstable();
     println!(
         "{} {} {} [{}]: open {open:?} first {:?} frame {:?} alone {:?} captured {}",
-        text(0), text(1), text(2), text(3), speed.first, speed.frame, each[each.len() / 2], speed.captured
+        text(0),
+        text(1),
+        text(2),
+        text(3),
+        speed.first,
+        speed.frame,
+        each[each.len() / 2],
+        speed.captured
     );
     if text(1).is_empty() || text(1) == "cpu" {
-        println!("{:?}\n{:?}", model.rewritten(), model.operators());
         return Ok(());
     }
     let have = model.run(inputs.clone())?;
@@ -45,8 +51,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         let far = have.iter().zip(&want).fold(0f64, |all, (a, b)| {
             if (a - b).is_nan() { f64::INFINITY } else { all.max((a - b).abs()) }
         });
-        let top = |own: &[f64]| own.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|own| own.0);
-        println!("  off by {:.2e} of the largest; same top {}", far / largest, top(&have) == top(&want));
+        let top =
+            |own: &[f64]| own.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|own| own.0);
+        println!(
+            "  off by {:.2e} of the largest; same top {}",
+            far / largest,
+            top(&have) == top(&want)
+        );
     }
     Ok(())
 }

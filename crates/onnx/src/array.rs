@@ -209,7 +209,8 @@ impl Array {
     /// # Errors
     /// The device failed, or has no kernels of ours.
     pub(crate) fn overwrite(&self, data: TensorData) -> Result<(), String> {
-        ops::overwrite(&self.tensor, data.convert_dtype(self.tensor.dtype())).map_err(|why| why.to_string())
+        ops::overwrite(&self.tensor, data.convert_dtype(self.tensor.dtype()))
+            .map_err(|why| why.to_string())
     }
 
     /// Copies the elements to the host.
@@ -474,7 +475,8 @@ impl Array {
     pub(crate) fn together<T: AsMut<[Self]>>(mut all: T) -> T {
         let each = all.as_mut();
         let away = |own: &Self| !is_host(&own.device());
-        let (host, device) = (each.iter().find(|own| !away(own)), each.iter().find(|own| away(own)));
+        let (host, device) =
+            (each.iter().find(|own| !away(own)), each.iter().find(|own| away(own)));
         if let (Some(host), Some(device)) = (host, device) {
             let known = each.iter().all(|own| !away(own) || own.known.is_some());
             let to = if known { host.device() } else { device.device() };

@@ -3,12 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::{Model, OnnxError, Options, decode_tensor};
 use burn::tensor::{DType, Device, TensorData};
-use prost::Message;
-
-use crate::proto::TensorProto;
-use crate::source::Files;
-use crate::{Model, OnnxError, Options, tensor};
 
 /// End of a test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -21,6 +17,35 @@ pub enum Outcome {
     Failed(String),
     /// An output differs.
     Wrong(String),
+}
+
+/// A test.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Test {
+    /// Its name: that of its folder.
+    pub name: String,
+    /// Its folder.
+    pub folder: PathBuf,
+}
+
+/// Returns the tests in a folder and in those within it, by name.
+///
+/// # Errors
+/// [`OnnxError::Read`].
+pub fn tests(root: &Path) -> Result<Vec<Test>, OnnxError> {
+    let failed = |why| OnnxError::Read { path: root.to_owned(), why };
+    let mut found = Vec::new();
+    for entry in fs::read_dir(root).map_err(failed)? {
+        let folder = entry.map_err(failed)?.path();
+        if folder.join("model.onnx").is_file() {
+            let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            found.push(Test { name, folder });
+        } else if folder.is_dir() && !folder.is_symlink() {
+            found.append(&mut tests(&folder)?);
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 /// Runs the test in a folder, with the tolerances of ONNX.
@@ -68,9 +93,7 @@ pub fn check(folder: &Path, options: &Options, device: &Device) -> Outcome {
 fn read(path: &Path) -> Result<TensorData, OnnxError> {
     let failed = |why| OnnxError::Read { path: path.to_owned(), why };
     let bytes = fs::read(path).map_err(failed)?;
-    let tensor = TensorProto::decode(&bytes[..])
-        .map_err(|why| OnnxError::Decode { path: path.to_owned(), why: why.to_string() })?;
-    tensor::read(&tensor, &mut Files::none()).map(|own| own.data())
+    decode_tensor(&bytes).map(|own| own.1)
 }
 
 /// Returns how outputs differ, beyond a tolerance of 1e-3 of the expected value and 1e-7.

@@ -41,8 +41,23 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
             }
             None => {
                 if std::env::var_os("ONNX_DEBUG").is_some() {
-                    let t=|id:&Option<usize>| id.map_or("-".into(), |id| format!("{}{}{:?}", if graph.values[id].constant.is_some(){"c"}else{""}, graph.values[id].ty.lengths(), graph.values[id].ty.dtype));
-                    eprintln!("{} {} {:?} -> {:?}", node.op, node.name, node.inputs.iter().map(t).collect::<Vec<_>>(), node.outputs.iter().map(t).collect::<Vec<_>>());
+                    let t = |id: &Option<usize>| {
+                        id.map_or("-".into(), |id| {
+                            format!(
+                                "{}{}{:?}",
+                                if graph.values[id].constant.is_some() { "c" } else { "" },
+                                graph.values[id].ty.lengths(),
+                                graph.values[id].ty.dtype
+                            )
+                        })
+                    };
+                    eprintln!(
+                        "{} {} {:?} -> {:?}",
+                        node.op,
+                        node.name,
+                        node.inputs.iter().map(t).collect::<Vec<_>>(),
+                        node.outputs.iter().map(t).collect::<Vec<_>>()
+                    );
                 }
                 graph.nodes.push(node)
             }
@@ -98,12 +113,7 @@ fn of_parts(node: &Node) -> Vec<Type> {
 }
 
 /// Returns the outputs of a node that depends on constants only.
-fn constants(
-    graph: &Graph,
-    node: &Node,
-    opset: i64,
-    host: &Arc<Devices>,
-) -> Option<Vec<Constant>> {
+fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Constant>> {
     if let Some(known) = of_shape(graph, node) {
         return Some(vec![Constant::new(known)]);
     }
@@ -129,7 +139,8 @@ fn constants(
         }
     }
     let made = node.outputs.iter().flatten().map(|id| bytes(&graph.values[*id].ty));
-    let grows = ["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "Resize", "OneHot", "EyeLike"];
+    let grows =
+        ["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "Resize", "OneHot", "EyeLike"];
     match made.sum::<Option<usize>>() {
         Some(made) if made > read + MOST_BYTES => return None,
         None if read > MOST_BYTES || grows.contains(&node.op.as_str()) => return None,
@@ -196,9 +207,11 @@ fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
             Some(TensorData::new(known, vec![len]))
         }
         "Gather" => {
-            let of = graph.nodes.iter().rev().find(|own| {
-                own.op == "Shape" && own.outputs.first() == node.inputs.first()
-            })?;
+            let of = graph
+                .nodes
+                .iter()
+                .rev()
+                .find(|own| own.op == "Shape" && own.outputs.first() == node.inputs.first())?;
             let all = dimensions(graph, of)?;
             let which = input(1)?.constant.as_ref()?;
             let at = |own: i64| {

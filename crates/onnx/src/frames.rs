@@ -33,14 +33,21 @@ enum By {
     Launches(usize),
     /// The last run copied nothing: the next one is captured.
     Ready,
-    Graph { graph: Graph<Outputs, Run>, thread: ThreadId },
+    Graph {
+        graph: Graph<Outputs, Run>,
+        thread: ThreadId,
+    },
 }
 
 /// Runs with copies after which a program is never captured: what it copies follows from its inputs.
 const MOST_EAGER: usize = 3;
 
 impl Frames {
-    pub(crate) fn new(program: Arc<Program>, devices: Arc<Devices>, inputs: Vec<TensorData>) -> Self {
+    pub(crate) fn new(
+        program: Arc<Program>,
+        devices: Arc<Devices>,
+        inputs: Vec<TensorData>,
+    ) -> Self {
         let _guard = ops::stream_guard();
         let on = &devices.device;
         let inputs = inputs.into_iter().map(|own| Array::from_data(own, on)).collect();
@@ -64,16 +71,22 @@ impl Frames {
         matches!(&self.by, By::Graph { graph, .. } if graph.is_hardware())
     }
 
+    /// Runs the program kernel by kernel.
+    ///
+    /// # Errors
+    /// [`OnnxError::Node`].
+    pub(crate) fn launch(&self) -> Outputs {
+        // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
+        let placed = self.placed.as_ref().filter(|(of, _)| *of == thread::current().id());
+        let placed = placed.map(|(_, placed)| placed);
+        self.program.run_in(&self.devices.ctx, self.inputs.clone(), placed)
+    }
+
     /// Runs the program. Results lie in memory that the next run overwrites.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn run(&mut self) -> Outputs {
-        let eager = |own: &Self| {
-            // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
-            let placed = own.placed.as_ref().filter(|(of, _)| *of == thread::current().id());
-            own.program.run_in(&own.devices.ctx, own.inputs.clone(), placed.map(|own| &own.1))
-        };
         match &mut self.by {
             By::Launches(runs) => {
                 let runs = *runs;
@@ -82,7 +95,7 @@ impl Frames {
                     self.prepare(&device)?;
                 }
                 let before = copies();
-                let made = eager(self);
+                let made = self.launch();
                 let same = copies() == before && runs < MOST_EAGER && ops::captures(&device);
                 self.by = if same { By::Ready } else { By::Launches(runs + 1) };
                 made
@@ -102,7 +115,7 @@ impl Frames {
                 self.by = By::Graph { graph, thread: thread::current().id() };
                 made
             }
-            By::Graph { thread, .. } if *thread != thread::current().id() => eager(self),
+            By::Graph { thread, .. } if *thread != thread::current().id() => self.launch(),
             // SAFETY: as above.
             By::Graph { graph, .. } => cloned(unsafe { graph.replay() }),
         }

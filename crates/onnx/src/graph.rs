@@ -54,6 +54,8 @@ impl Graph {
 pub(crate) struct Value {
     pub(crate) name: String,
     pub(crate) ty: Type,
+    /// Names of its dimensions in the file, where they are no numbers.
+    pub(crate) symbols: Vec<Option<String>>,
     /// Its elements, if they are known before a run.
     pub(crate) constant: Option<Constant>,
 }
@@ -106,9 +108,8 @@ impl Type {
 
     /// Checks that an input has this type.
     pub(crate) fn fits(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
-        let bools = |one: DType, other: DType| {
-            matches!((one, other), (DType::Bool(_), DType::Bool(_)))
-        };
+        let bools =
+            |one: DType, other: DType| matches!((one, other), (DType::Bool(_), DType::Bool(_)));
         if let Some(want) = self.dtype.filter(|want| *want != dtype && !bools(*want, dtype)) {
             return Err(format!("got elements of type {dtype:?}, expected {want:?}"));
         }
@@ -238,7 +239,8 @@ impl Reader<'_> {
         let mut scope = self.outer.pop().expect("pushed above");
         for info in proto.input.iter().chain(&proto.output).chain(&proto.value_info) {
             if let Some(id) = scope.names.get(&info.name) {
-                scope.graph.values[*id].ty = declared(info);
+                let value = &mut scope.graph.values[*id];
+                (value.ty, value.symbols) = declared(info);
             }
         }
         for value in &mut scope.graph.values {
@@ -330,14 +332,53 @@ impl Reader<'_> {
 }
 
 /// Returns the type that a file declares.
-fn declared(info: &ValueInfoProto) -> Type {
+fn declared(info: &ValueInfoProto) -> (Type, Vec<Option<String>>) {
     let Some(TypeProto { value: Some(TypeValue::Tensor(tensor)) }) = &info.r#type else {
-        return Type::default();
+        return (Type::default(), Vec::new());
     };
+    let symbol = |own: &crate::proto::Dimension| match &own.value {
+        Some(crate::proto::Length::Name(name)) => Some(name.clone()),
+        _ => None,
+    };
+    let symbols = tensor.shape.iter().flat_map(|shape| shape.dim.iter().map(symbol)).collect();
     let length = |own: &crate::proto::Dimension| match own.value {
         Some(crate::proto::Length::Number(number)) => usize::try_from(number).ok(),
         _ => None,
     };
     let shape = tensor.shape.as_ref().map(|shape| shape.dim.iter().map(length).collect());
-    Type { dtype: tensor::dtype(tensor.elem_type).ok(), shape }
+    (Type { dtype: tensor::dtype(tensor.elem_type).ok(), shape }, symbols)
+}
+
+/// Name and type of an input or output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ValueType {
+    /// Its name.
+    pub name: String,
+    /// Its element type, if it is known.
+    pub dtype: Option<DType>,
+    /// Lengths of its dimensions, each a number, the name that the file gives it, or `?`; none if its rank is not known.
+    pub shape: Option<Vec<String>>,
+}
+
+impl ValueType {
+    pub(crate) fn of(value: &Value) -> Self {
+        let length = |(at, len): (usize, &Option<usize>)| match (len, value.symbols.get(at)) {
+            (Some(len), _) => len.to_string(),
+            (None, Some(Some(name))) => name.clone(),
+            (None, _) => "?".to_owned(),
+        };
+        let shape = value.ty.shape.as_ref();
+        let shape = shape.map(|shape| shape.iter().enumerate().map(length).collect());
+        Self { name: value.name.clone(), dtype: value.ty.dtype, shape }
+    }
+}
+
+impl std::fmt::Display for ValueType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let dtype = self.dtype.map_or("?".to_owned(), |own| own.name().to_owned());
+        match &self.shape {
+            Some(shape) => write!(f, "{} {dtype} [{}]", self.name, shape.join(", ")),
+            None => write!(f, "{} {dtype}", self.name),
+        }
+    }
 }

@@ -1,6 +1,7 @@
-//! Reads ONNX graphs and runs them, node by node, on Burn's tensors.
+//! Reads ONNX graphs and runs them on Burn's tensors, with our kernels where they are hot.
 //!
-//! In progress: it is no part of `flashover` yet. Nothing is fused, captured or planned, and kernels are Burn's.
+//! A file becomes a [graph](graph::Graph): functions inlined, nodes sorted, dimensions numbers where they are known. Types are inferred
+//! and constants folded, passes rewrite it, and a program runs it: node by node, then captured as a graph of the device.
 
 mod array;
 pub mod conformance;
@@ -11,8 +12,8 @@ mod frames;
 mod graph;
 mod model;
 mod ops;
-mod plan;
 pub mod passes;
+mod plan;
 mod precision;
 mod prepare;
 mod proto;
@@ -25,5 +26,7 @@ mod tests;
 mod types;
 
 pub use error::{Fault, OnnxError};
-pub use model::{Model, Options, Speed};
+pub use graph::ValueType;
+pub use model::{Counts, Inspection, Model, Options, Speed, inspect};
 pub use plan::Plan;
+pub use tensor::{decode_tensor, encode_tensor};

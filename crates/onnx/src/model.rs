@@ -15,13 +15,13 @@ use crate::array::Array;
 use crate::devices::Devices;
 use crate::error::invalid;
 use crate::frames::Frames;
-use crate::graph::{self, Graph, Type};
+use crate::graph::{self, Graph, Type, ValueType};
 use crate::passes::{self, Passes};
 use crate::plan::Plan;
 use crate::prepare::{opset, prepare};
 use crate::run::Program;
 use crate::source::Source;
-use crate::{OnnxError, fold, precision};
+use crate::{Fault, OnnxError, fold, precision};
 
 /// Shapes of inputs that a model keeps frames for.
 const MAX_SHAPES: usize = 16;
@@ -49,44 +49,43 @@ pub struct Model {
     options: Options,
     devices: Arc<Devices>,
     outputs: Vec<Option<DType>>,
-    /// How often each pass rewrote the graph.
-    rewritten: Counts,
     /// Frames by the shapes of their inputs, the latest last.
     frames: Mutex<Vec<(Shapes, Frames)>>,
 }
 
 type Shapes = Vec<Vec<usize>>;
-/// How often each pass rewrote a graph.
-type Counts = Vec<(&'static str, usize)>;
+/// How often each pass rewrote a graph, by its name.
+pub type Counts = Vec<(&'static str, usize)>;
 
 impl Model {
     /// Loads a model.
     ///
     /// # Errors
     /// [`OnnxError`].
-    pub fn open(path: impl AsRef<Path>, options: Options, device: &Device) -> Result<Self, OnnxError> {
-        let Source { mut model, mut files } = Source::open(path.as_ref())?;
-        prepare(&mut model, &options.dimensions)?;
-        let opset = opset(&model).unwrap_or(1);
-        let mut graph = graph::read(model.graph.expect("decoded with a graph"), &mut files)?;
+    pub fn open(
+        path: impl AsRef<Path>,
+        options: Options,
+        device: &Device,
+    ) -> Result<Self, OnnxError> {
+        let (mut graph, opset) = read(path.as_ref(), &options.dimensions)?;
         let outputs = graph.outputs.iter().map(|id| graph.values[*id].ty.dtype).collect();
         let device: DispatchDevice = device.clone().inner().as_dispatch().clone();
         let devices = Arc::new(Devices::new(device, options.ctx.clone()));
-        let rewritten = rewrite(&mut graph, opset, &options.passes);
+        rewrite(&mut graph, opset, &options.passes);
         // Every node that is not served is told before a run.
         Program::check(&graph, opset, &devices)?;
         let frames = Mutex::default();
-        Ok(Self { graph, opset, options, devices, outputs, rewritten, frames })
+        Ok(Self { graph, opset, options, devices, outputs, frames })
     }
 
-    /// Returns the names of the inputs.
-    pub fn inputs(&self) -> Vec<&str> {
-        self.names(&self.graph.inputs)
+    /// Returns names and types of the inputs.
+    pub fn inputs(&self) -> Vec<ValueType> {
+        types(&self.graph, &self.graph.inputs)
     }
 
-    /// Returns the names of the outputs.
-    pub fn outputs(&self) -> Vec<&str> {
-        self.names(&self.graph.outputs)
+    /// Returns names and types of the outputs.
+    pub fn outputs(&self) -> Vec<ValueType> {
+        types(&self.graph, &self.graph.outputs)
     }
 
     /// Returns random inputs of the declared types. Dimensions without a number have `length`.
@@ -111,24 +110,6 @@ impl Model {
             Ok(TensorData::random::<f32, _, _>(shape, spread, &mut rng).convert_dtype(dtype))
         };
         self.graph.inputs.iter().map(each).collect()
-    }
-
-    /// Returns how often each pass rewrote the graph, before the shapes of its inputs are known.
-    pub fn rewritten(&self) -> &[(&'static str, usize)] {
-        &self.rewritten
-    }
-
-    /// Returns the number of nodes by operator, after the passes.
-    pub fn operators(&self) -> BTreeMap<&str, usize> {
-        let mut counts = BTreeMap::new();
-        for node in &self.graph.nodes {
-            *counts.entry(node.op.as_str()).or_default() += 1;
-        }
-        counts
-    }
-
-    fn names(&self, ids: &[usize]) -> Vec<&str> {
-        ids.iter().map(|id| self.graph.values[*id].name.as_str()).collect()
     }
 
     /// Runs the model. Inputs are in the order of [`Model::inputs`].
@@ -197,10 +178,10 @@ impl Model {
         }
         for (id, data) in ids.iter().zip(inputs) {
             let value = &self.graph.values[*id];
-            value.ty.fits(data.dtype(), data.shape()).map_err(|why| OnnxError::Input {
-                name: value.name.clone(),
-                why,
-            })?;
+            value
+                .ty
+                .fits(data.dtype(), data.shape())
+                .map_err(|why| OnnxError::Input { name: value.name.clone(), why })?;
         }
         Ok(())
     }
@@ -233,12 +214,24 @@ impl Model {
         Ok(&mut frames.last_mut().expect("pushed").1)
     }
 
-    /// Returns the memory that runs on inputs of these shapes need.
+    /// Runs the model kernel by kernel, without a graph of the device, for a trace. Results are not read.
+    ///
+    /// # Errors
+    /// [`OnnxError`].
+    pub fn launch(&self, inputs: Vec<TensorData>) -> Result<(), OnnxError> {
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = self.frames_of(&mut frames, inputs)?;
+        let _guard = ops::stream_guard();
+        own.launch().map(drop)
+    }
+
+    /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
     ///
     /// # Errors
     /// [`OnnxError::Invalid`] for a name in [`Options::keep_f32`] that no node has.
-    pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<Plan, OnnxError> {
-        Ok(Plan::of(&self.concrete(shapes)?.0))
+    pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
+        let (graph, counts) = self.concrete(shapes)?;
+        Ok((counts, Plan::of(&graph)))
     }
 
     /// Returns the program for inputs of these shapes.
@@ -272,6 +265,74 @@ pub struct Speed {
     pub each: Vec<Duration>,
     /// True if runs are replayed from a graph of the device.
     pub captured: bool,
+}
+
+fn types(graph: &Graph, ids: &[usize]) -> Vec<ValueType> {
+    ids.iter().map(|id| ValueType::of(&graph.values[*id])).collect()
+}
+
+/// Reads a file, and returns its graph with the version of its operators.
+fn read(path: &Path, dimensions: &BTreeMap<String, u64>) -> Result<(Graph, i64), OnnxError> {
+    let Source { mut model, mut files } = Source::open(path)?;
+    prepare(&mut model, dimensions)?;
+    let opset = opset(&model).unwrap_or(1);
+    let graph = graph::read(model.graph.expect("decoded with a graph"), &mut files)?;
+    Ok((graph, opset))
+}
+
+/// What a file has, without a device.
+#[derive(Debug, Clone)]
+pub struct Inspection {
+    /// Version of the operators.
+    pub opset: i64,
+    /// Names and types of the inputs.
+    pub inputs: Vec<ValueType>,
+    /// Names and types of the outputs.
+    pub outputs: Vec<ValueType>,
+    /// Number of nodes by operator, in the file.
+    pub operators: BTreeMap<String, usize>,
+    /// Number of nodes by operator, after the passes.
+    pub rewritten: BTreeMap<String, usize>,
+    /// How often each pass rewrote the graph.
+    pub passes: Counts,
+    /// Nodes that cannot run.
+    pub unserved: Vec<Fault>,
+    /// Memory that runs need.
+    pub plan: Plan,
+}
+
+/// Reads a file, and returns what it has and what passes find in it.
+///
+/// # Errors
+/// [`OnnxError`] for a file that is no model, or an invalid one. Nodes that cannot run are no error.
+pub fn inspect(
+    path: impl AsRef<Path>,
+    dimensions: &BTreeMap<String, u64>,
+    on: &Passes,
+) -> Result<Inspection, OnnxError> {
+    let (mut graph, opset) = read(path.as_ref(), dimensions)?;
+    let count = |graph: &Graph| {
+        let mut counts = BTreeMap::new();
+        graph.nodes.iter().for_each(|node| *counts.entry(node.op.clone()).or_default() += 1);
+        counts
+    };
+    let (operators, host) = (count(&graph), Arc::new(Devices::host()));
+    let unserved = match Program::check(&graph, opset, &host) {
+        Ok(()) => Vec::new(),
+        Err(OnnxError::Unserved(faults)) => faults,
+        Err(why) => return Err(why),
+    };
+    let passes = rewrite(&mut graph, opset, on);
+    Ok(Inspection {
+        opset,
+        inputs: types(&graph, &graph.inputs),
+        outputs: types(&graph, &graph.outputs),
+        operators,
+        rewritten: count(&graph),
+        passes,
+        unserved,
+        plan: Plan::of(&graph),
+    })
 }
 
 /// Folds what is known, and runs passes.

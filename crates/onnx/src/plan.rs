@@ -26,8 +26,18 @@ const PLACED: [&str; 12] = [
 
 /// Operators of Burn whose results are new memory, and no views.
 const FRESH: [&str; 12] = [
-    "ArgMax", "AveragePool", "GatherND", "GlobalAveragePool", "LogSoftmax", "MaxPool", "ReduceMax",
-    "ReduceMean", "ReduceSum", "Softmax", "TopK", "Where",
+    "ArgMax",
+    "AveragePool",
+    "GatherND",
+    "GlobalAveragePool",
+    "LogSoftmax",
+    "MaxPool",
+    "ReduceMax",
+    "ReduceMean",
+    "ReduceSum",
+    "Softmax",
+    "TopK",
+    "Where",
 ];
 
 /// Lifetimes of the results that take places.

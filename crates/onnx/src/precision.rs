@@ -91,7 +91,12 @@ impl Converter {
         let ty = Type { dtype: Some(want), ..value.ty };
         let name = format!("{}.{want:?}", value.name);
         let cast = value.constant.is_none();
-        graph.values.push(Value { name: name.clone(), ty, constant: value.constant });
+        graph.values.push(Value {
+            name: name.clone(),
+            ty,
+            symbols: Vec::new(),
+            constant: value.constant,
+        });
         if cast {
             let to = tensor::number(want).unwrap_or(1);
             graph.nodes.push(Node {
@@ -116,8 +121,24 @@ fn has_wave(node: &Node) -> bool {
 /// Returns the values that sines and cosines are computed from, and these.
 fn waves(graph: &Graph) -> HashSet<ValueId> {
     const PASSED: [&str; 18] = [
-        "Add", "Cast", "Concat", "Cos", "Div", "Exp", "Expand", "Mul", "Neg", "Pow", "Reshape",
-        "Sin", "Slice", "Sub", "Transpose", "Unsqueeze", "MatMul", "flashover::Pointwise",
+        "Add",
+        "Cast",
+        "Concat",
+        "Cos",
+        "Div",
+        "Exp",
+        "Expand",
+        "Mul",
+        "Neg",
+        "Pow",
+        "Reshape",
+        "Sin",
+        "Slice",
+        "Sub",
+        "Transpose",
+        "Unsqueeze",
+        "MatMul",
+        "flashover::Pointwise",
     ];
     let mut found = HashSet::new();
     for node in graph.nodes.iter().rev() {
@@ -130,7 +151,9 @@ fn waves(graph: &Graph) -> HashSet<ValueId> {
             found.extend(node.outputs.iter().flatten());
         }
         // What the others of their readers make is not part of it.
-        found.extend(node.inputs.iter().flatten().filter(|id| graph.values[**id].constant.is_none()));
+        found.extend(
+            node.inputs.iter().flatten().filter(|id| graph.values[**id].constant.is_none()),
+        );
     }
     found
 }

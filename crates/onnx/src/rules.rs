@@ -9,12 +9,46 @@ type Dims = Vec<Option<usize>>;
 
 /// Operators whose results have the type of their first input.
 const LIKE_FIRST: [&str; 40] = [
-    "Abs", "Celu", "Ceil", "Clip", "Cos", "CumProd", "CumSum", "Elu", "Erf", "Exp", "Floor", "Gelu",
-    "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg",
-    "Reciprocal", "Relu", "ReverseSequence", "RMSNormalization", "Round", "Selu", "Sigmoid", "Sign",
-    "Sin", "Softmax", "Softplus", "Sqrt", "Swish", "Tanh", "TensorScatter",
-    "com.microsoft::BiasGelu", "com.microsoft::FastGelu", "com.microsoft::QuickGelu",
-    "com.microsoft::SkipLayerNormalization", "com.microsoft::SkipSimplifiedLayerNormalization",
+    "Abs",
+    "Celu",
+    "Ceil",
+    "Clip",
+    "Cos",
+    "CumProd",
+    "CumSum",
+    "Elu",
+    "Erf",
+    "Exp",
+    "Floor",
+    "Gelu",
+    "HardSigmoid",
+    "HardSwish",
+    "Identity",
+    "LeakyRelu",
+    "Log",
+    "LogSoftmax",
+    "Mish",
+    "Neg",
+    "Reciprocal",
+    "Relu",
+    "ReverseSequence",
+    "RMSNormalization",
+    "Round",
+    "Selu",
+    "Sigmoid",
+    "Sign",
+    "Sin",
+    "Softmax",
+    "Softplus",
+    "Sqrt",
+    "Swish",
+    "Tanh",
+    "TensorScatter",
+    "com.microsoft::BiasGelu",
+    "com.microsoft::FastGelu",
+    "com.microsoft::QuickGelu",
+    "com.microsoft::SkipLayerNormalization",
+    "com.microsoft::SkipSimplifiedLayerNormalization",
 ];
 
 /// Operators whose inputs broadcast, and whose results have the element type of the first.
@@ -64,12 +98,17 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
         }
         "MatMul" => product(x.shape.as_ref()?, ty(1)?.shape.as_ref()?)?,
         "Concat" => {
-            let all = (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
+            let all =
+                (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
             let mut shape = all.first()?.clone();
             let axis = place(int(node, "axis").unwrap_or(1), shape.len())?;
             for own in &all[1..] {
                 for (at, (have, other)) in shape.iter_mut().zip(own).enumerate() {
-                    *have = if at == axis { have.zip(*other).map(|(a, b)| a + b) } else { have.or(*other) };
+                    *have = if at == axis {
+                        have.zip(*other).map(|(a, b)| a + b)
+                    } else {
+                        have.or(*other)
+                    };
                 }
             }
             shape
@@ -90,14 +129,16 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
         "Transpose" => {
             let own = x.shape.as_ref()?;
             match node.attributes.get("perm") {
-                Some(Attribute::Ints(order)) => {
-                    order.iter().map(|at| own.get(place(*at, own.len())?).copied()).collect::<Option<_>>()?
-                }
+                Some(Attribute::Ints(order)) => order
+                    .iter()
+                    .map(|at| own.get(place(*at, own.len())?).copied())
+                    .collect::<Option<_>>()?,
                 _ => own.iter().rev().copied().collect(),
             }
         }
         "flashover::Pointwise" => {
-            let shapes = (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
+            let shapes =
+                (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
             // Bools or floats: that which it had.
             return Some(Type { dtype: None, shape: broadcast(&shapes) });
         }
@@ -193,8 +234,19 @@ fn conv(
 /// Returns true for operators that only move elements: a run on zeros tells their types for nothing.
 pub(crate) fn moves(op: &str) -> bool {
     const MOVES: [&str; 13] = [
-        "CenterCropPad", "ConstantOfShape", "Expand", "Flatten", "Pad", "Reshape", "Resize", "Slice", "Split", "Squeeze",
-        "Tile", "Unsqueeze", "Upsample",
+        "CenterCropPad",
+        "ConstantOfShape",
+        "Expand",
+        "Flatten",
+        "Pad",
+        "Reshape",
+        "Resize",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Unsqueeze",
+        "Upsample",
     ];
     MOVES.contains(&op)
 }

@@ -11,8 +11,8 @@ use crate::array::{Array, Kind, Memo, copies, kind};
 use crate::devices::{Devices, Form};
 use crate::error::invalid;
 use crate::graph::{Graph, Node, Type, ValueId};
-use crate::plan::Lifetimes;
 use crate::ops::{Inputs, Run, operator};
+use crate::plan::Lifetimes;
 use crate::{Fault, OnnxError};
 
 /// A graph whose operators are read, with its constants on a device.
@@ -163,7 +163,7 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
             Ok(run) => {
                 let (last, memo) = (Vec::new(), Mutex::default());
                 steps.push(Step { node: node.clone(), run, last, memo });
-            },
+            }
             Err(why) => faults.push(Fault::new(node, why)),
         }
     }
@@ -178,7 +178,9 @@ fn constants(
 ) -> Result<Vec<Option<Array>>, OnnxError> {
     let is_conv = |node: &&Node| node.op == "Conv" || node.op == "flashover::Conv";
     let filters: HashSet<ValueId> = match devices.has_kernels() {
-        true => graph.nodes.iter().filter(is_conv).filter_map(|node| *node.inputs.get(1)?).collect(),
+        true => {
+            graph.nodes.iter().filter(is_conv).filter_map(|node| *node.inputs.get(1)?).collect()
+        }
         false => HashSet::new(),
     };
     let own = |(id, value): (usize, &crate::graph::Value)| {
@@ -187,10 +189,10 @@ fn constants(
         let image = (3..=4).contains(&data.shape.len()) && kind(dtype) == Kind::Float;
         let last = image && filters.contains(&id) && dtype != DType::F64;
         let form = if last { Form::ChannelsLast } else { Form::Dense };
-        devices.constant(data, dtype, form).map(Some).map_err(|why| OnnxError::Tensor {
-            name: value.name.clone(),
-            why,
-        })
+        devices
+            .constant(data, dtype, form)
+            .map(Some)
+            .map_err(|why| OnnxError::Tensor { name: value.name.clone(), why })
     };
     graph.values.iter().enumerate().map(own).collect()
 }

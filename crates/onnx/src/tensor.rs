@@ -2,6 +2,7 @@
 
 use burn::tensor::{AllocationProperty, BoolStore, DType, TensorData};
 use bytes::Bytes;
+use prost::Message;
 
 use crate::OnnxError;
 use crate::proto::{DataType, TensorProto};
@@ -63,6 +64,35 @@ pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<Constant, 
         return Err(failed("a bool is neither 0 nor 1".to_owned()));
     }
     Ok(Constant { bytes, shape, dtype })
+}
+
+/// Reads a tensor in a file of its own, as ONNX's tests have them, and returns its name.
+///
+/// # Errors
+/// [`OnnxError::Tensor`] for bytes that are no tensor, or one of a type that is not supported.
+pub fn decode_tensor(bytes: &[u8]) -> Result<(String, TensorData), OnnxError> {
+    let failed = |why: String| OnnxError::Tensor { name: String::new(), why };
+    let tensor = TensorProto::decode(bytes).map_err(|why| failed(why.to_string()))?;
+    Ok((tensor.name.clone(), read(&tensor, &mut Files::none())?.data()))
+}
+
+/// Writes a tensor as a file of its own.
+///
+/// # Errors
+/// [`OnnxError::Tensor`] for a type that ONNX does not have.
+pub fn encode_tensor(name: &str, data: &TensorData) -> Result<Vec<u8>, OnnxError> {
+    let why = || OnnxError::Tensor {
+        name: name.to_owned(),
+        why: format!("elements of type {:?} cannot be written", data.dtype()),
+    };
+    let tensor = TensorProto {
+        dims: data.shape().iter().map(|own| *own as i64).collect(),
+        data_type: number(data.dtype()).ok_or_else(why)?,
+        name: name.to_owned(),
+        raw_data: data.as_bytes().to_vec().into(),
+        ..TensorProto::default()
+    };
+    Ok(tensor.encode_to_vec())
 }
 
 /// A tensor in host memory or in a mapped file. Clones share the bytes.

@@ -30,7 +30,8 @@ pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<T
     }
     let mut types = by_onnx_ir(graph, node, opset)?;
     // It takes automatic padding for none.
-    if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME")) {
+    if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME"))
+    {
         same_padding(graph, node, types.first_mut()?);
     }
     Some(types)
@@ -106,8 +107,7 @@ fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
         .map(|at| if node.outputs[at].is_some() { format!("o{at}") } else { String::new() })
         .collect();
     let named = output.iter().filter(|name| !name.is_empty());
-    made.output =
-        named.map(|name| ValueInfoProto { name: name.clone(), r#type: None }).collect();
+    made.output = named.map(|name| ValueInfoProto { name: name.clone(), r#type: None }).collect();
     let attribute = node.attributes.iter().map(attribute).collect::<Option<_>>()?;
     made.node.push(NodeProto {
         input: names,

@@ -1,15 +1,11 @@
 //! Chains of elementwise operations on Burn tensors of any type, rank and strides, in one launch.
 
 use arch::DType;
-use burn::backend::{
-    BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind,
-};
+use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
 use burn::tensor::{BoolStore, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::zspace::metadata::Metadata;
-use kernels::pointwise::{
-    Pointwise, PointwiseInput, PointwiseOperands, PointwiseProblem, Program,
-};
+use kernels::pointwise::{Pointwise, PointwiseInput, PointwiseOperands, PointwiseProblem, Program};
 
 use crate::arena::result;
 use crate::cube::cube_of_any;
@@ -35,13 +31,14 @@ pub fn pointwise(
     let shapes: Vec<Vec<usize>> = inputs.iter().map(|own| own.meta.shape().to_vec()).collect();
     let mut shape = Vec::new();
     for own in &shapes {
-        shape = broadcast(&shape, own).ok_or_else(|| OpError::Broadcast {
-            lhs: shape.clone(),
-            rhs: own.clone(),
-        })?;
+        shape = broadcast(&shape, own)
+            .ok_or_else(|| OpError::Broadcast { lhs: shape.clone(), rhs: own.clone() })?;
     }
     let Some(first) = inputs.first() else {
-        return Err(OpError::Pointwise(kernels::pointwise::InvalidPointwise::Size { inputs: 0, steps: 0 }));
+        return Err(OpError::Pointwise(kernels::pointwise::InvalidPointwise::Size {
+            inputs: 0,
+            steps: 0,
+        }));
     };
     let like = inputs.iter().find(|own| own.meta.shape().to_vec() == shape);
     let strides = dense(&shape, like.map(|own| own.meta.strides().to_vec()));
@@ -93,7 +90,11 @@ fn run(
     let problem = PointwiseProblem {
         program: program.clone(),
         shape: shape.iter().map(size).collect::<Result<_, _>>()?,
-        inputs: inputs.iter().zip(&all).map(|(own, strides)| operand(own, strides)).collect::<Result<_, _>>()?,
+        inputs: inputs
+            .iter()
+            .zip(&all)
+            .map(|(own, strides)| operand(own, strides))
+            .collect::<Result<_, _>>()?,
         out: operand(out, &all[inputs.len()])?,
     };
     let problem = problem.checked().map_err(OpError::Pointwise)?;
@@ -110,7 +111,9 @@ fn spread(own: &CubeTensor, shape: &[usize]) -> Option<Vec<usize>> {
     (0..shape.len())
         .map(|at| match at.checked_sub(missing) {
             None => Some(0),
-            Some(own) if have[own] == shape[at] => Some(if shape[at] == 1 { 0 } else { strides[own] }),
+            Some(own) if have[own] == shape[at] => {
+                Some(if shape[at] == 1 { 0 } else { strides[own] })
+            }
             Some(own) => (have[own] == 1).then_some(0),
         })
         .collect()
@@ -119,7 +122,9 @@ fn spread(own: &CubeTensor, shape: &[usize]) -> Option<Vec<usize>> {
 /// Returns the strides of a dense tensor whose dimensions lie in the order of others.
 fn dense(shape: &[usize], like: Option<Vec<usize>>) -> Vec<usize> {
     let mut order: Vec<usize> = (0..shape.len()).collect();
-    if let Some(like) = like.filter(|like| like.iter().zip(shape).all(|(own, len)| *own > 0 || *len == 1)) {
+    if let Some(like) =
+        like.filter(|like| like.iter().zip(shape).all(|(own, len)| *own > 0 || *len == 1))
+    {
         // Dimensions of length 1 have arbitrary strides: they stay beside their neighbours.
         let mut key = vec![0; shape.len()];
         let mut last = usize::MAX;
@@ -154,7 +159,10 @@ fn merged(shape: &[usize], all: Vec<Vec<usize>>) -> (Vec<usize>, Vec<Vec<usize>>
             });
         if even {
             *lengths.last_mut().expect("there is one") *= shape[at];
-            strides.iter_mut().zip(&all).for_each(|(made, own)| *made.last_mut().expect("as many") = own[at]);
+            strides
+                .iter_mut()
+                .zip(&all)
+                .for_each(|(made, own)| *made.last_mut().expect("as many") = own[at]);
         } else {
             lengths.push(shape[at]);
             strides.iter_mut().zip(&all).for_each(|(made, own)| made.push(own[at]));

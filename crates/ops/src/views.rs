@@ -20,7 +20,12 @@ pub fn reshaped(tensor: &DispatchTensor, shape: &[usize]) -> Option<DispatchTens
 
 /// Returns the part `from..to` of a dimension, without a copy; none if kernels cannot read buffers that begin there, or for a
 /// device without our kernels.
-pub fn narrowed(tensor: &DispatchTensor, axis: usize, from: usize, to: usize) -> Option<DispatchTensor> {
+pub fn narrowed(
+    tensor: &DispatchTensor,
+    axis: usize,
+    from: usize,
+    to: usize,
+) -> Option<DispatchTensor> {
     let own = cube_of_any(tensor).ok()?;
     let mut shape = own.meta.shape().to_vec();
     let start = own.meta.strides()[axis] * from * own.dtype.size();

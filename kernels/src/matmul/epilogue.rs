@@ -276,7 +276,11 @@ impl<F: Float, E: Float, N: Size> Finish<F, E, N> {
             }
             ComptimeOption::None => {}
         }
-        let value = self.activated::<W>(value, comptime!(!self.epilogue.activation_last), Arithmetic::Plain);
+        let value = self.activated::<W>(
+            value,
+            comptime!(!self.epilogue.activation_last),
+            Arithmetic::Plain,
+        );
         self.join::<W>(value, at)
     }
 

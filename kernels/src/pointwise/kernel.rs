@@ -7,7 +7,9 @@ use cubecl::server::Handle;
 use cubecl::std::FastDivmod;
 use tune::{Cost, Infeasible, Kernel, Output, Queue};
 
-use super::problem::{Function, Operation, PointwiseConfig, PointwiseInput, PointwiseProblem, Step};
+use super::problem::{
+    Function, Operation, PointwiseConfig, PointwiseInput, PointwiseProblem, Step,
+};
 use crate::elem::{elem, rounding};
 use crate::launch::{index_width, launch};
 use crate::matmul::{Arithmetic, activation};
@@ -153,9 +155,11 @@ impl Kernel for Pointwise {
         let cubes = crate::cubes(arch, vectors as u64, c.units);
         let longest = p.inputs.iter().chain([&p.out]).map(|own| p.reach(own)).max().unwrap_or(0);
         let last = p.shape.len() - 1;
-        let lengths = p.shape.iter().enumerate().map(|(at, len)| {
-            if at == last { len / vector as u32 } else { *len }
-        });
+        let lengths = p
+            .shape
+            .iter()
+            .enumerate()
+            .map(|(at, len)| if at == last { len / vector as u32 } else { *len });
         let plan = Plan {
             steps: p.program.steps.clone(),
             inputs: held,
@@ -247,7 +251,9 @@ fn pointwise<F: Numeric, H: Numeric, O: Numeric, N: Size>(
             match comptime!(kind) {
                 Held::Lines => {
                     let input = lines.index(place);
-                    values.push(Vector::cast_from(input.data[offset(&places, &input.strides, plan.rank)]));
+                    values.push(Vector::cast_from(
+                        input.data[offset(&places, &input.strides, plan.rank)],
+                    ));
                 }
                 Held::Points => {
                     let input = points.index(place);
@@ -256,7 +262,9 @@ fn pointwise<F: Numeric, H: Numeric, O: Numeric, N: Size>(
                 }
                 Held::OtherLines => {
                     let input = other_lines.index(place);
-                    values.push(Vector::cast_from(input.data[offset(&places, &input.strides, plan.rank)]));
+                    values.push(Vector::cast_from(
+                        input.data[offset(&places, &input.strides, plan.rank)],
+                    ));
                 }
                 Held::OtherPoints => {
                     let input = other_points.index(place);

@@ -97,7 +97,9 @@ pub enum InvalidPointwise {
     Empty,
     #[error("expected less than 2^31 elements, got {0}\nhint: split the tensors")]
     Large(usize),
-    #[error("expected 1 to {MAX_INPUTS} inputs and at most {MAX_STEPS} steps, got {inputs} and {steps}\nhint: split the chain")]
+    #[error(
+        "expected 1 to {MAX_INPUTS} inputs and at most {MAX_STEPS} steps, got {inputs} and {steps}\nhint: split the chain"
+    )]
     Size { inputs: usize, steps: usize },
     #[error("step {step} reads a register that comes later")]
     Register { step: usize },
@@ -124,7 +126,11 @@ impl PointwiseProblem {
         if elements >= 1 << 31 {
             return Err(InvalidPointwise::Large(elements));
         }
-        if count == 0 || count > MAX_INPUTS || steps > MAX_STEPS || usize::from(program.inputs) != count {
+        if count == 0
+            || count > MAX_INPUTS
+            || steps > MAX_STEPS
+            || usize::from(program.inputs) != count
+        {
             return Err(InvalidPointwise::Size { inputs: count, steps });
         }
         for (step, own) in program.steps.iter().enumerate() {
@@ -138,7 +144,13 @@ impl PointwiseProblem {
             }
             if !matches!(
                 own.dtype,
-                DType::F32 | DType::F16 | DType::Bf16 | DType::U8 | DType::U32 | DType::I32 | DType::I64
+                DType::F32
+                    | DType::F16
+                    | DType::Bf16
+                    | DType::U8
+                    | DType::U32
+                    | DType::I32
+                    | DType::I64
             ) {
                 return Err(InvalidPointwise::DType(own.dtype));
             }
@@ -213,7 +225,10 @@ pub struct PointwiseConfig {
 impl PointwiseConfig {
     pub(super) fn check(self, arch: &ArchProfile, p: &PointwiseProblem) -> Result<(), Infeasible> {
         let stored = p.inputs.iter().chain([&p.out]).map(|own| own.dtype);
-        crate::fits::stores(arch, stored.filter(|dtype| matches!(dtype, DType::F16 | DType::Bf16)))?;
+        crate::fits::stores(
+            arch,
+            stored.filter(|dtype| matches!(dtype, DType::F16 | DType::Bf16)),
+        )?;
         limits(arch, self.units, 0)
     }
 

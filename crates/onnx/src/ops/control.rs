@@ -23,7 +23,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 fn run(part: &Part, inputs: &Inputs<'_>, given: Vec<Array>) -> Result<Vec<Array>, String> {
     let captured = inputs.all[part.captured.clone()].iter().cloned();
     let captured = captured.collect::<Option<Vec<_>>>().ok_or("a captured value is missing")?;
-    part.program.run(inputs.ctx, given.into_iter().chain(captured).collect()).map_err(|why| why.to_string())
+    part.program
+        .run(inputs.ctx, given.into_iter().chain(captured).collect())
+        .map_err(|why| why.to_string())
 }
 
 fn is_true(flag: &Array) -> Result<bool, String> {

@@ -22,10 +22,12 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     Some(match call.op() {
         "flashover::Conv" | "Conv" if ours || call.op() != "Conv" => conv(call),
         "flashover::Linear" => Ok(linear(call)),
-        "MatMul" if ours => Ok(Box::new(|inputs| {
-            Ok(vec![multiplied(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?])
-        })),
-        "flashover::GroupNorm" | "GroupNormalization" if ours || call.op() != "GroupNormalization" => {
+        "MatMul" if ours => {
+            Ok(Box::new(|inputs| Ok(vec![multiplied(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?])))
+        }
+        "flashover::GroupNorm" | "GroupNormalization"
+            if ours || call.op() != "GroupNormalization" =>
+        {
             Ok(group_norm(call))
         }
         "LayerNormalization" | "RMSNormalization" if ours && call.outputs() == 1 => Ok(norm(call)),
@@ -114,15 +116,17 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
         let filters = weight.shape()[0];
         let options = match (bias, each) {
             (bias, None) => ConvOptions { bias: bias.map(vector), ..options },
-            (None, Some(each)) => {
-                ConvOptions { image_bias: Some(each.reshape(&[batch, filters]).tensor()), ..options }
-            }
+            (None, Some(each)) => ConvOptions {
+                image_bias: Some(each.reshape(&[batch, filters]).tensor()),
+                ..options
+            },
             (Some(bias), Some(each)) => {
                 let each = each.reshape(&[batch, filters]).plus(bias.reshape(&[1, filters]));
                 ConvOptions { image_bias: Some(each.tensor()), ..options }
             }
         };
-        let out = Array::of_tensor(ops::conv2d(inputs.ctx, x, high(weight), options).map_err(told)?);
+        let out =
+            Array::of_tensor(ops::conv2d(inputs.ctx, x, high(weight), options).map_err(told)?);
         let shape = out.shape();
         Ok(vec![if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out }])
     }))
@@ -233,7 +237,8 @@ fn group_norm(call: &Call<'_>) -> super::Run {
         let channels = x.shape()[1] + second.as_ref().map_or(0, |own| own.shape()[1]);
         let whole = |at: usize| inputs.maybe(at).filter(|own| own.count() == channels);
         let weights = whole(1).zip(whole(2));
-        let (true, 4, Some((weight, bias)), true) = (ours, x.rank(), weights, is_ours(x.dtype())) else {
+        let (true, 4, Some((weight, bias)), true) = (ours, x.rank(), weights, is_ours(x.dtype()))
+        else {
             let x = match second {
                 Some(second) => Array::concat(vec![x, second], 1),
                 None => x,

@@ -27,8 +27,8 @@ use burn::tensor::{DType, TensorData};
 use ops::{Activation, Ctx, Program as Steps};
 
 use crate::array::Array;
-use crate::graph::{Attribute, Node};
 use crate::devices::Devices;
+use crate::graph::{Attribute, Node};
 use crate::run::Program;
 
 /// The work of an operator in a run.
@@ -61,11 +61,7 @@ const FAMILIES: [fn(&Call<'_>) -> Read; 18] = [
 ///
 /// # Errors
 /// The reason why it cannot run.
-pub(crate) fn operator(
-    node: &Node,
-    opset: i64,
-    devices: &Arc<Devices>,
-) -> Result<Run, String> {
+pub(crate) fn operator(node: &Node, opset: i64, devices: &Arc<Devices>) -> Result<Run, String> {
     let call = Call { node, opset, devices };
     let found = FAMILIES.iter().find_map(|family| family(&call));
     found.unwrap_or_else(|| Err("the operator is not supported".to_owned()))

@@ -148,7 +148,12 @@ fn mean_of(mut x: Array, axes: &[usize]) -> Array {
 }
 
 /// Returns (x - mean) / √(variance + ε) over dimensions, the mean and the factor; without a mean if it is not `centred`.
-pub(super) fn normed(x: Array, axes: &[usize], epsilon: f64, centred: bool) -> (Array, Array, Array) {
+pub(super) fn normed(
+    x: Array,
+    axes: &[usize],
+    epsilon: f64,
+    centred: bool,
+) -> (Array, Array, Array) {
     let x = x.clone().cast(wide(x.dtype()));
     let mean = mean_of(x.clone(), axes);
     let far = if centred { x.minus(mean.clone()) } else { x };

@@ -32,7 +32,8 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         let out = if logic { stored(bool_dtype(&device)) } else { float };
         let rank = all.iter().map(Array::rank).max().unwrap_or(0);
         let all: Vec<_> = all.into_iter().map(Array::into_inner).collect();
-        let made = ops::pointwise(inputs.ctx, &program, &all, out).map_err(|why| why.to_string())?;
+        let made =
+            ops::pointwise(inputs.ctx, &program, &all, out).map_err(|why| why.to_string())?;
         let made = Array::of(made);
         Ok(vec![if rank == 0 { made.reshape(&[]) } else { made }])
     })))

@@ -265,7 +265,9 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
         }
         if !wants_places && ours {
             let whole = [&own[..2], &counts[..]].concat();
-            if let Some(out) = by_kernel(&x, &sizes, kind, up, with_pads).filter(|own| own.shape() == whole) {
+            if let Some(out) =
+                by_kernel(&x, &sizes, kind, up, with_pads).filter(|own| own.shape() == whole)
+            {
                 return Ok(vec![out]);
             }
         }

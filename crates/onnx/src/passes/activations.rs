@@ -27,14 +27,14 @@ impl Product {
         let inner = |op: &str| view.made_by(id, op).filter(|_| first || view.is_read_once(id));
         if let Some(node) = inner("Mul") {
             node.inputs.iter().flatten().for_each(|id| self.join(view, *id, false));
-        } else if let Some((x, number)) = inner("Div").and_then(|node| {
-            Some((node.x()?, view.number(node.input(1)?)?))
-        }) {
+        } else if let Some((x, number)) =
+            inner("Div").and_then(|node| Some((node.x()?, view.number(node.input(1)?)?)))
+        {
             self.number /= number;
             self.join(view, x, false);
-        } else if let Some(node) = inner("Pow").filter(|node| {
-            node.input(1).and_then(|id| view.number(id)) == Some(3.0)
-        }) {
+        } else if let Some(node) =
+            inner("Pow").filter(|node| node.input(1).and_then(|id| view.number(id)) == Some(3.0))
+        {
             self.factors.extend(std::iter::repeat_n(node.x(), 3).flatten());
         } else {
             self.factors.push(id);
@@ -127,7 +127,8 @@ pub(super) fn hard_swish(view: &mut View<'_>, at: usize) -> Option<()> {
     let [one, other] = factors[..] else { return None };
     let x = [(one, other), (other, one)].into_iter().find_map(|(x, gate)| {
         if let Some(own) = view.made_for_one(gate, "HardSigmoid") {
-            let (alpha, beta) = (own.float("alpha").unwrap_or(0.2), own.float("beta").unwrap_or(0.5));
+            let (alpha, beta) =
+                (own.float("alpha").unwrap_or(0.2), own.float("beta").unwrap_or(0.5));
             let fits = near(alpha, 1.0 / 6.0) && near(beta, 0.5) && near(number, 1.0);
             return (fits && own.x() == Some(x)).then_some(x);
         }

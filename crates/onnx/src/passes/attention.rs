@@ -19,7 +19,9 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let softmax = view.made_for_one(weights, "Softmax")?;
     let rank = view.dims(softmax.x()?)?.len();
     let last = rank as i64 - 1;
-    if !matches!(softmax.int("axis").unwrap_or(-1), own if own == -1 || own == last) || !(3..=4).contains(&rank) {
+    if !matches!(softmax.int("axis").unwrap_or(-1), own if own == -1 || own == last)
+        || !(3..=4).contains(&rank)
+    {
         return None;
     }
     let Scores { q, turned, scale, mask } = scores(view, softmax.x()?)?;
@@ -51,9 +53,10 @@ fn scores(view: &View<'_>, id: ValueId) -> Option<Scores> {
             // A mask broadcasts to the scores, and not they to it.
             let (whole, part) = (view.dims(own)?, view.dims(mask)?);
             let from = whole.len().checked_sub(part.len())?;
-            let fits = part.iter().zip(&whole[from..]).all(|(part, whole)| {
-                *part == Some(1) || (part.is_some() && part == whole)
-            });
+            let fits = part
+                .iter()
+                .zip(&whole[from..])
+                .all(|(part, whole)| *part == Some(1) || (part.is_some() && part == whole));
             (fits && part.last() == whole.last()).then_some(Scores { mask: Some(mask), ..product })
         });
     }
@@ -83,7 +86,8 @@ fn swapped(view: &mut View<'_>, at: usize, id: ValueId) -> Option<ValueId> {
     let rank = view.dims(id)?.len();
     let mut order: Vec<i64> = (0..rank as i64).collect();
     order.swap(rank - 1, rank - 2);
-    if let Some(own) = view.made_by(id, "Transpose").filter(|own| own.ints("perm") == Some(&order)) {
+    if let Some(own) = view.made_by(id, "Transpose").filter(|own| own.ints("perm") == Some(&order))
+    {
         return own.x();
     }
     let mut ty = view.ty(id).clone();
@@ -91,7 +95,10 @@ fn swapped(view: &mut View<'_>, at: usize, id: ValueId) -> Option<ValueId> {
         shape.swap(rank - 1, rank - 2);
     }
     let to = view.add_value(ty);
-    let node = Node { outputs: vec![Some(to)], ..in_place_of(view.node(at)?, "Transpose", vec![Some(id)]) };
+    let node = Node {
+        outputs: vec![Some(to)],
+        ..in_place_of(view.node(at)?, "Transpose", vec![Some(id)])
+    };
     view.insert(at, node.with("perm", Attribute::Ints(order)));
     Some(to)
 }

@@ -33,7 +33,9 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         _ => return None,
     };
     let (mut own, mut places) = (start, vec![at]);
-    while let Some((place, next)) = own.node.y().and_then(|y| follow(view, &own)?.filter(|_| view.is_read_once(y))) {
+    while let Some((place, next)) =
+        own.node.y().and_then(|y| follow(view, &own)?.filter(|_| view.is_read_once(y)))
+    {
         own = next;
         places.push(place);
     }
@@ -63,7 +65,9 @@ enum Kind {
 
 fn conv(view: &View<'_>, node: &Node) -> Option<Fused> {
     let rank = view.dims(node.x()?)?.len();
-    let own = (3..=4).contains(&rank).then(|| in_place_of(node, "flashover::Conv", node.inputs.clone()))?;
+    let own = (3..=4)
+        .contains(&rank)
+        .then(|| in_place_of(node, "flashover::Conv", node.inputs.clone()))?;
     Some(fused(own, node, Kind::Conv))
 }
 
@@ -84,7 +88,8 @@ fn linear(view: &View<'_>, node: &Node) -> Option<Fused> {
     let mut own = in_place_of(node, "flashover::Linear", node.inputs.clone());
     if let Some(bias) = node.input(2) {
         let n = weight.shape[usize::from(node.int("transB") != Some(1))];
-        let fits = view.constant(bias).is_some_and(|own| own.count() == n && own.shape.last() == Some(&n));
+        let fits =
+            view.constant(bias).is_some_and(|own| own.count() == n && own.shape.last() == Some(&n));
         fits.then_some(())?;
     }
     own.attributes.remove("alpha");
@@ -117,11 +122,15 @@ fn join(view: &View<'_>, own: &Fused, reader: &Node, y: ValueId) -> Option<Fused
         Node { given: inputs.len(), inputs, outputs: reader.outputs.clone(), ..node.clone() }
     };
     if let Some(activation) = activation(view, reader) {
-        if *activated || (has_residual && *kind != Kind::Conv) || (*kind == Kind::Linear && has(GATE)) {
+        if *activated
+            || (has_residual && *kind != Kind::Conv)
+            || (*kind == Kind::Linear && has(GATE))
+        {
             return None;
         }
         let outputs = reader.outputs.clone();
-        let mut next = Node { outputs, ..node.clone() }.with("activation", Attribute::Activation(activation));
+        let mut next =
+            Node { outputs, ..node.clone() }.with("activation", Attribute::Activation(activation));
         if has_residual {
             next = next.with("activation_last", Attribute::Int(1));
         }
@@ -133,7 +142,9 @@ fn join(view: &View<'_>, own: &Fused, reader: &Node, y: ValueId) -> Option<Fused
     }
     let other = if one == y { other } else { one };
     let dims = view.dims(reader.y()?)?;
-    let same = view.shape(other).is_some() && view.dims(other) == view.dims(y) && view.dims(y) == Some(dims);
+    let same = view.shape(other).is_some()
+        && view.dims(other) == view.dims(y)
+        && view.dims(y) == Some(dims);
     match reader.op.as_str() {
         "Add" if !has_residual => {
             let early = !(*activated || *kind == Kind::Linear && has(GATE));
@@ -141,13 +152,16 @@ fn join(view: &View<'_>, own: &Fused, reader: &Node, y: ValueId) -> Option<Fused
             let is_bias = width.is_some_and(|width| match kind {
                 Kind::Conv => is_per_channel(view, other, width, Some(y)),
                 _ => view.constant(other).is_some_and(|own| {
-                    own.count() == width && own.shape.last() == Some(&width) && own.shape.len() <= dims.len()
+                    own.count() == width
+                        && own.shape.last() == Some(&width)
+                        && own.shape.len() <= dims.len()
                 }),
             });
             let per_image = || {
                 let own = view.dims(other)?;
                 let one_group = node.int("group").unwrap_or(1) == 1;
-                let each = own.len() == 4 && own[..2] == dims[..2] && own[2..] == [Some(1), Some(1)];
+                let each =
+                    own.len() == 4 && own[..2] == dims[..2] && own[2..] == [Some(1), Some(1)];
                 (one_group && each && own[..2].iter().all(Option::is_some)).then_some(())
             };
             let next = if early && is_bias && !has(BIAS) {

@@ -22,7 +22,13 @@ pub(super) fn pad(view: &mut View<'_>, at: usize) -> Option<()> {
         None => view.ints(before.input(1)?)?,
     };
     let plain = node.text("auto_pad").is_none_or(|own| own == "NOTSET" || own == "VALID");
-    if !constant || !zero || !plain || before.input(3).is_some() || more.len() != 2 * rank || rank < 3 {
+    if !constant
+        || !zero
+        || !plain
+        || before.input(3).is_some()
+        || more.len() != 2 * rank
+        || rank < 3
+    {
         return None;
     }
     let outer = [more[0], more[1], more[rank], more[rank + 1]];
@@ -111,7 +117,10 @@ fn takes_two(view: &View<'_>, node: &Node, whole: ValueId) -> bool {
         }
         "GroupNormalization" | "flashover::GroupNorm" => {
             let weighted = node.input(1).is_some() && node.input(2).is_some();
-            image && weighted && node.input(3).is_none() && view.dims(whole).is_some_and(|own| own.len() == 4)
+            image
+                && weighted
+                && node.input(3).is_none()
+                && view.dims(whole).is_some_and(|own| own.len() == 4)
         }
         _ => false,
     }

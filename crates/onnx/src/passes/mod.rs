@@ -36,16 +36,28 @@ pub const PASSES: [Pass; 14] = [
     Pass { name: "neutral", about: "nodes that change nothing", rewrite: neutral::rewrite },
     Pass { name: "gelu", about: "GELU from its parts", rewrite: activations::gelu },
     Pass { name: "silu", about: "SiLU from its parts", rewrite: activations::silu },
-    Pass { name: "hard-swish", about: "HardSwish from its parts", rewrite: activations::hard_swish },
+    Pass {
+        name: "hard-swish",
+        about: "HardSwish from its parts",
+        rewrite: activations::hard_swish,
+    },
     Pass { name: "norm", about: "layer and RMS norms from their parts", rewrite: norms::rows },
     Pass { name: "group-norm", about: "group norms from instance norms", rewrite: norms::groups },
     Pass { name: "batch-norm", about: "batch norms after convolutions", rewrite: norms::batch },
     Pass { name: "pad", about: "padding before convolutions", rewrite: images::pad },
     Pass { name: "attention", about: "attention from its parts", rewrite: attention::rewrite },
     Pass { name: "reshape", about: "sums of reshaped products", rewrite: reshapes::rewrite },
-    Pass { name: "epilogue", about: "what follows a convolution or product", rewrite: epilogues::rewrite },
+    Pass {
+        name: "epilogue",
+        about: "what follows a convolution or product",
+        rewrite: epilogues::rewrite,
+    },
     Pass { name: "qkv", about: "products of one input as one product", rewrite: products::join },
-    Pass { name: "image", about: "resizing and joining before convolutions", rewrite: images::rewrite },
+    Pass {
+        name: "image",
+        about: "resizing and joining before convolutions",
+        rewrite: images::rewrite,
+    },
     Pass { name: "chain", about: "chains of elementwise nodes", rewrite: pointwise::rewrite },
 ];
 
@@ -75,7 +87,8 @@ impl Passes {
     /// # Errors
     /// [`OnnxError::Invalid`] for a name that no pass has.
     pub fn parse(text: &str) -> Result<Self, OnnxError> {
-        let names: Vec<&str> = text.split(',').map(str::trim).filter(|own| !own.is_empty()).collect();
+        let names: Vec<&str> =
+            text.split(',').map(str::trim).filter(|own| !own.is_empty()).collect();
         let mut on = match names.first() {
             Some(first) if !first.starts_with('-') => Self::none(),
             _ => Self::all(),
@@ -89,9 +102,16 @@ impl Passes {
                     let known = PASSES.iter().map(|pass| pass.name);
                     let pass = known.clone().find(|pass| *pass == own).ok_or_else(|| {
                         let all: Vec<_> = known.collect();
-                        invalid(format!("no pass is named `{own}`\nhint: they are {}", all.join(", ")))
+                        invalid(format!(
+                            "no pass is named `{own}`\nhint: they are {}",
+                            all.join(", ")
+                        ))
                     })?;
-                    if name.starts_with('-') { on.0.remove(pass) } else { on.0.insert(pass) };
+                    if name.starts_with('-') {
+                        on.0.remove(pass)
+                    } else {
+                        on.0.insert(pass)
+                    };
                 }
             }
         }

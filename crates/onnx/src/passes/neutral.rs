@@ -12,7 +12,9 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let same = match node.op.as_str() {
         "Identity" => Some(x),
         // The mask must not be read.
-        "Dropout" if node.outputs.iter().skip(1).flatten().all(|id| view.readers(*id).is_empty()) => {
+        "Dropout"
+            if node.outputs.iter().skip(1).flatten().all(|id| view.readers(*id).is_empty()) =>
+        {
             let trains = node.input(2).is_some_and(|id| view.number(id) != Some(0.0));
             (!trains).then_some(x)
         }
@@ -37,7 +39,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     }?;
     // Shapes stay: a constant of a higher rank would change them.
     let (before, after) = (view.ty(same).clone(), view.ty(y).clone());
-    let keeps = before.shape.is_some() && before.shape == after.shape && before.dtype == after.dtype;
+    let keeps =
+        before.shape.is_some() && before.shape == after.shape && before.dtype == after.dtype;
     if !keeps || view.is_output(y) {
         return None;
     }

@@ -139,14 +139,18 @@ pub(super) fn groups(view: &mut View<'_>, at: usize) -> Option<()> {
             let mut own = weighted(view, node, &["GroupNormalization"], fits)?;
             // The operator has vectors.
             let changed = own.inputs[1..].iter().flatten().copied();
-            let changed: Vec<ValueId> =
-                changed.filter(|id| view.constant(*id).is_some_and(|own| own.shape.len() > 1)).collect();
+            let changed: Vec<ValueId> = changed
+                .filter(|id| view.constant(*id).is_some_and(|own| own.shape.len() > 1))
+                .collect();
             for id in changed {
                 let data = view.constant(id)?.data();
                 let (dtype, len) = (data.dtype(), data.num_elements());
                 let flat = TensorData::from_bytes(data.into_bytes(), [len], dtype);
                 let flat = view.add_constant(flat);
-                own.inputs.iter_mut().filter(|own| **own == Some(id)).for_each(|own| *own = Some(flat));
+                own.inputs
+                    .iter_mut()
+                    .filter(|own| **own == Some(id))
+                    .for_each(|own| *own = Some(flat));
             }
             own
         }
@@ -213,7 +217,8 @@ pub(super) fn batch(view: &mut View<'_>, at: usize) -> Option<()> {
         let scaled = TensorData::new(scaled, filters.shape.clone()).convert_dtype(dtype);
         let shift = TensorData::new(shift(before.as_deref()), [channels]).convert_dtype(dtype);
         let (scaled, shift) = (view.add_constant(scaled), view.add_constant(shift));
-        let mut own = in_place_of(view.node(at)?, "Conv", vec![conv.x(), Some(scaled), Some(shift)]);
+        let mut own =
+            in_place_of(view.node(at)?, "Conv", vec![conv.x(), Some(scaled), Some(shift)]);
         (own.attributes, own.outputs) = (conv.attributes, outputs);
         view.replace(at, own);
         return Some(());

@@ -70,9 +70,9 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
 
 /// Returns true for a value that programs can make: floats of up to 32 bits, or bools, of a known shape.
 fn is_fused(view: &View<'_>, id: ValueId) -> bool {
-    let dtype = view.dtype(id).is_some_and(|own| {
-        matches!(own, DType::F32 | DType::F16 | DType::BF16 | DType::Bool(_))
-    });
+    let dtype = view
+        .dtype(id)
+        .is_some_and(|own| matches!(own, DType::F32 | DType::F16 | DType::BF16 | DType::Bool(_)));
     dtype && view.shape(id).is_some_and(|shape| !shape.contains(&0))
 }
 
@@ -84,10 +84,44 @@ fn operands_of(node: &Node) -> Vec<ValueId> {
 
 fn operands(node: &Node) -> Option<Vec<ValueId>> {
     const FUSED: [&str; 38] = [
-        "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Cos", "Div", "Equal", "Erf", "Exp", "Floor",
-        "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "LeakyRelu", "Less",
-        "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu",
-        "Sigmoid", "Sign", "Sin", "Sqrt", "Sub", "Swish", "Tanh", "Where",
+        "Abs",
+        "Add",
+        "And",
+        "Cast",
+        "Ceil",
+        "Clip",
+        "Cos",
+        "Div",
+        "Equal",
+        "Erf",
+        "Exp",
+        "Floor",
+        "Gelu",
+        "Greater",
+        "GreaterOrEqual",
+        "HardSigmoid",
+        "HardSwish",
+        "LeakyRelu",
+        "Less",
+        "LessOrEqual",
+        "Log",
+        "Max",
+        "Min",
+        "Mul",
+        "Neg",
+        "Not",
+        "Or",
+        "Pow",
+        "Reciprocal",
+        "Relu",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Sqrt",
+        "Sub",
+        "Swish",
+        "Tanh",
+        "Where",
     ];
     FUSED.contains(&node.op.as_str()).then(|| operands_of(node))
 }
@@ -102,10 +136,13 @@ impl Chain {
         places: &mut Vec<usize>,
     ) -> Option<Source> {
         let whole = view.shape(id).is_some() && view.shape(id) == view.shape(y);
-        let place = view.place(id, "flashover::Pointwise").filter(|_| whole && view.is_read_once(id));
+        let place =
+            view.place(id, "flashover::Pointwise").filter(|_| whole && view.is_read_once(id));
         let Some(place) = place else { return self.alone(view, id, y) };
         let before = view.node(place)?;
-        let Some(Attribute::Program(program)) = before.attributes.get("program") else { return None };
+        let Some(Attribute::Program(program)) = before.attributes.get("program") else {
+            return None;
+        };
         let mut registers = Vec::new();
         for id in before.inputs.iter().flatten() {
             registers.push(self.input(*id));

@@ -45,7 +45,9 @@ pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
     let bias = match first.bias {
         None => None,
         Some(_) => {
-            let each = parts.iter().map(|own| Some(super::epilogues::flat(view.constant(own.bias?)?.data())));
+            let each = parts
+                .iter()
+                .map(|own| Some(super::epilogues::flat(view.constant(own.bias?)?.data())));
             Some(joined(&each.collect::<Option<Vec<_>>>()?, 0))
         }
     };
@@ -58,9 +60,11 @@ pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
     let whole = view.add_value(Type { ..ty });
     let sizes = TensorData::new(columns.iter().map(|own| *own as i64).collect(), [columns.len()]);
     let sizes = view.add_constant(sizes);
-    let mut product = in_place_of(&first.node, "flashover::Linear", vec![Some(x), Some(weight), bias]);
+    let mut product =
+        in_place_of(&first.node, "flashover::Linear", vec![Some(x), Some(weight), bias]);
     product.outputs = vec![Some(whole)];
-    product.attributes = BTreeMap::from([("transB".to_owned(), Attribute::Int(i64::from(first.turned)))]);
+    product.attributes =
+        BTreeMap::from([("transB".to_owned(), Attribute::Int(i64::from(first.turned)))]);
     let mut split = in_place_of(&first.node, "Split", vec![Some(whole), Some(sizes)])
         .with("axis", Attribute::Int(-1));
     split.outputs = parts.iter().map(|own| own.node.y()).collect();

@@ -84,7 +84,8 @@ fn undone(view: &mut View<'_>, at: usize, node: &Node, id: ValueId) -> Option<Va
     let own = match node.op.as_str() {
         "Transpose" => {
             let rank = ty.shape.as_ref()?.len();
-            let order = node.ints("perm").map_or_else(|| (0..rank as i64).rev().collect(), <[i64]>::to_vec);
+            let order =
+                node.ints("perm").map_or_else(|| (0..rank as i64).rev().collect(), <[i64]>::to_vec);
             let mut back = vec![0; order.len()];
             order.iter().enumerate().for_each(|(to, from)| back[*from as usize] = to as i64);
             in_place_of(node, "Transpose", vec![Some(id)]).with("perm", Attribute::Ints(back))

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{DType, TensorData};
 
-use crate::graph::{Attribute, Graph, Node, Type, ValueId};
+use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
 use crate::tensor::Constant;
 
 /// A graph that a pass reads and rewrites.
@@ -153,7 +153,7 @@ impl<'a> View<'a> {
     pub(super) fn add_value(&mut self, ty: Type) -> ValueId {
         let id = self.graph.values.len();
         let name = format!("rewritten.{id}");
-        self.graph.values.push(crate::graph::Value { name, ty, constant: None });
+        self.graph.values.push(Value { name, ty, ..Value::default() });
         self.makers.push(None);
         self.readers.push(Vec::new());
         id

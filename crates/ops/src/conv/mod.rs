@@ -336,7 +336,8 @@ impl<B: ConvOps, C: CheckpointStrategy> ConvOps for Autodiff<B, C> {
                 let each = Self::float_reshape(each, Shape::new([batch, 1, 1, filters]));
                 sum = Self::float_add(sum, each);
             }
-            let [early, last] = [!activation_last, activation_last].map(|now| activation.filter(|_| now));
+            let [early, last] =
+                [!activation_last, activation_last].map(|now| activation.filter(|_| now));
             let sum = finish::<Self>(sum, early, None, residual);
             let out = finish::<Self>(sum, last, None, None);
             return match factor {

@@ -1,0 +1,211 @@
+//! ONNX graphs: any model file, imported and run with our kernels.
+//!
+//! ```no_run
+//! use flashover::onnx::{Graph, GraphOptions};
+//! use flashover::Device;
+//!
+//! let device = Device::auto()?;
+//! let graph = Graph::open("model.onnx", &device, &GraphOptions::default())?;
+//! let inputs = graph.random(1)?;
+//! let outputs = graph.run(inputs)?;
+//! println!("{:?} has the shape {:?}", graph.outputs()[0].name, outputs[0].shape());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! A graph is rewritten by [passes](PASSES), its results share one planned buffer, and its kernels are captured once for each shape of
+//! its inputs and replayed. On the backend CPU it runs by Burn's own CPU backend, which compiles nothing.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use arch::Backend;
+use burn::tensor::{DType, FloatDType, TensorData};
+use trace::{AlreadyRecording, Operator, Recording, Trace};
+use tune::{CacheError, Policy};
+
+use crate::context::{context, log_warnings, on_burn};
+use crate::device::Device;
+use crate::device_error::DeviceError;
+use crate::engine::Ceilings;
+use crate::options::Compute;
+
+pub use ::onnx::conformance::{Outcome, Test, tests};
+pub use ::onnx::passes::{PASSES, Pass, Passes};
+pub use ::onnx::{
+    Counts, Fault, Inspection, OnnxError, Plan, Speed, ValueType, decode_tensor, encode_tensor,
+    inspect,
+};
+
+/// How a graph runs.
+#[derive(Debug, Clone, Default)]
+pub struct GraphOptions {
+    /// Numbers for dimensions of the inputs that have names.
+    pub dimensions: BTreeMap<String, u64>,
+    /// Type of floats in place of f32. None keeps the types of the file.
+    pub dtype: Option<Compute>,
+    /// Names of nodes, or of values that they make, which keep f32.
+    pub keep_f32: Vec<String>,
+    /// Passes that rewrite the graph.
+    pub passes: Passes,
+    /// Policy for shapes without a tuned config. None takes `Policy::Default`.
+    pub policy: Option<Policy>,
+}
+
+/// An error of loading a graph.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GraphError {
+    /// A file that cannot be read, or a graph that cannot run.
+    #[error(transparent)]
+    Onnx(#[from] OnnxError),
+    /// The tune cache cannot be read.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// A device that failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// Another recording runs.
+    #[error(transparent)]
+    Recording(#[from] AlreadyRecording),
+    /// A type that graphs do not run in.
+    #[error("graphs run in f32, f16 or bf16, not in tf32\nhint: choose one of these")]
+    Tf32,
+}
+
+/// A graph on a device.
+pub struct Graph {
+    model: ::onnx::Model,
+    device: Device,
+    dtype: FloatDType,
+}
+
+/// Time of a run by operator and by node.
+#[derive(Debug, Clone)]
+pub struct GraphProfile {
+    /// All recorded events.
+    pub trace: Trace,
+    /// Time per operator, longest first.
+    pub operators: Vec<Operator>,
+    /// Launches and nanoseconds of each node, in the order of the run.
+    pub nodes: Vec<(String, usize, u64)>,
+    /// Ceilings of the device.
+    pub ceilings: Ceilings,
+}
+
+impl Graph {
+    /// Reads a file and prepares its graph for a device.
+    ///
+    /// # Errors
+    /// [`GraphError`]. One report names every node that cannot run.
+    pub fn open(
+        path: impl AsRef<Path>,
+        device: &Device,
+        options: &GraphOptions,
+    ) -> Result<Self, GraphError> {
+        let (own, burn) = prepared(device, options)?;
+        let dtype = own.dtype.unwrap_or(DType::F32);
+        let model = ::onnx::Model::open(path, own, &burn)?;
+        Ok(Self { model, device: device.clone(), dtype: dtype.into() })
+    }
+
+    /// Returns names and types of the inputs.
+    pub fn inputs(&self) -> Vec<ValueType> {
+        self.model.inputs()
+    }
+
+    /// Returns names and types of the outputs.
+    pub fn outputs(&self) -> Vec<ValueType> {
+        self.model.outputs()
+    }
+
+    /// Returns random inputs of the declared types. Dimensions without a number have `length`.
+    ///
+    /// # Errors
+    /// [`OnnxError::Input`] for an input whose type is not known.
+    pub fn random(&self, length: usize) -> Result<Vec<TensorData>, OnnxError> {
+        self.model.random(length)
+    }
+
+    /// Runs the graph. Inputs are in the order of [`Graph::inputs`], outputs in that of [`Graph::outputs`].
+    ///
+    /// # Errors
+    /// [`OnnxError`].
+    pub fn run(&self, inputs: Vec<TensorData>) -> Result<Vec<TensorData>, OnnxError> {
+        self.model.run(inputs)
+    }
+
+    /// Runs the graph again and again, and returns the time of each run.
+    ///
+    /// # Errors
+    /// [`OnnxError`].
+    pub fn measure(&self, inputs: Vec<TensorData>, times: usize) -> Result<Speed, OnnxError> {
+        self.model.measure(inputs, times)
+    }
+
+    /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
+    ///
+    /// # Errors
+    /// [`OnnxError::Invalid`] for a name in [`GraphOptions::keep_f32`] that no node has.
+    pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
+        self.model.plan(shapes)
+    }
+
+    /// Runs a test of ONNX with the tolerances of ONNX.
+    pub fn test(
+        test: &Test,
+        device: &Device,
+        options: &GraphOptions,
+    ) -> Result<Outcome, GraphError> {
+        let (own, burn) = prepared(device, options)?;
+        Ok(::onnx::conformance::check(&test.folder, &own, &burn))
+    }
+
+    /// Runs the graph twice as warm-up, and once more with every launch timed.
+    ///
+    /// # Errors
+    /// [`GraphError`].
+    pub fn profile(&self, inputs: Vec<TensorData>) -> Result<GraphProfile, GraphError> {
+        self.model.run(inputs.clone())?;
+        self.model.launch(inputs.clone())?;
+        let recording = Recording::of_this_thread()?;
+        self.model.launch(inputs)?;
+        let trace = recording.finish();
+        let nodes = trace.layers(|_| true).into_iter();
+        let nodes = nodes.map(|own| (own.name, own.launches, own.total_ns)).collect();
+        let ceilings = Ceilings::of_device(&self.device, self.dtype)?;
+        Ok(GraphProfile { operators: trace.operators(), nodes, ceilings, trace })
+    }
+}
+
+/// Returns the options of the crate `onnx`, and the device that graphs run on.
+fn prepared(
+    device: &Device,
+    options: &GraphOptions,
+) -> Result<(::onnx::Options, burn::tensor::Device), GraphError> {
+    let dtype = match options.dtype {
+        None | Some(Compute::F32) => DType::F32,
+        Some(Compute::F16) => DType::F16,
+        Some(Compute::Bf16) => DType::BF16,
+        Some(Compute::Tf32) => return Err(GraphError::Tf32),
+    };
+    let ctx = context(device, options.policy.unwrap_or(Policy::Default))?;
+    log_warnings(&ctx);
+    let own = ::onnx::Options {
+        dimensions: options.dimensions.clone(),
+        dtype: options.dtype.map(|_| dtype),
+        keep_f32: options.keep_f32.clone(),
+        passes: options.passes.clone(),
+        ctx,
+    };
+    let burn = match device.backend() {
+        Backend::Cpu => burn::tensor::Device::flex(),
+        _ => on_burn(device),
+    };
+    Ok((own, burn))
+}
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "graph on {:?}", self.device)
+    }
+}
