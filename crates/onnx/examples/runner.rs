@@ -27,6 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let times = text(4).parse().unwrap_or(20);
     let speed = model.measure(inputs.clone(), times)?;
     let mut each = speed.each.clone();
+    each.extend(each.is_empty().then_some(speed.first));
     each.sort_unstable();
     println!(
         "{} {} {} [{}]: open {open:?} first {:?} frame {:?} alone {:?} captured {}",

@@ -322,6 +322,11 @@ impl Array {
         }
     }
 
+    /// Returns the dimensions in the order in which they lie on a device with our kernels, outermost first.
+    pub(crate) fn order(&self) -> Vec<usize> {
+        ops::order(&self.tensor).unwrap_or_else(|| (0..self.rank()).collect())
+    }
+
     /// Repeats dimensions of length 1, and adds dimensions in front, as NumPy broadcasts.
     pub(crate) fn expand(self, shape: &[usize]) -> Self {
         if self.shape() == shape {

@@ -44,15 +44,19 @@ pub(crate) enum Form {
     ChannelsLast,
 }
 
+/// Returns the device of host memory: Burn's own CPU backend.
+pub(crate) const fn host() -> DispatchDevice {
+    DispatchDevice::Flex(FlexDevice)
+}
+
 impl Devices {
     pub(crate) fn new(device: DispatchDevice, ctx: Ctx) -> Self {
-        let host = DispatchDevice::Flex(FlexDevice);
-        Self { device, host, ctx, constants: Mutex::default() }
+        Self { device, host: host(), ctx, constants: Mutex::default() }
     }
 
     /// Host memory only.
     pub(crate) fn host() -> Self {
-        Self::new(DispatchDevice::Flex(FlexDevice), Ctx::default())
+        Self::new(host(), Ctx::default())
     }
 
     /// Returns true if our kernels run on the device.
@@ -83,7 +87,9 @@ impl Devices {
             let near = |own: f32| if own.is_finite() { own.clamp(-most, most) } else { own };
             data = TensorData::new(data.iter::<f32>().map(near).collect(), constant.shape.clone());
         }
-        let array = match constant.count() <= SMALL && data.dtype() == dtype {
+        // Places and lengths are read on the host.
+        let known = constant.count() <= SMALL || !dtype.is_float();
+        let array = match known && data.dtype() == dtype {
             true => Array::from_constant(data, &self.device),
             false => Array::from_data(data, &self.device).cast(dtype),
         };

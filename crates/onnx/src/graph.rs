@@ -159,6 +159,8 @@ pub(crate) struct Node {
     pub(crate) inputs: Vec<Option<ValueId>>,
     /// Inputs of its own.
     pub(crate) given: usize,
+    /// Places of inputs that are constants, once constants are folded.
+    pub(crate) constants: Vec<usize>,
     pub(crate) outputs: Vec<Option<ValueId>>,
 }
 
@@ -295,7 +297,8 @@ impl Reader<'_> {
             true => proto.op_type,
             false => format!("{}::{}", proto.domain, proto.op_type),
         };
-        Ok(Node { name: proto.name, op, attributes, inputs, given, outputs })
+        let constants = Vec::new();
+        Ok(Node { name: proto.name, op, attributes, inputs, given, constants, outputs })
     }
 
     fn attribute(&mut self, own: AttributeProto) -> Result<Attribute, OnnxError> {

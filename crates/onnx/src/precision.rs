@@ -105,6 +105,7 @@ impl Converter {
                 attributes: [("to".to_owned(), Attribute::Int(to.into()))].into(),
                 inputs: vec![Some(id)],
                 given: 1,
+                constants: Vec::new(),
                 outputs: vec![Some(own)],
             });
         }

@@ -97,4 +97,4 @@ pub use rope::{KvSlots, QkNorm, RopeOptions, rope, rope_memory};
 pub use sample::{sample, sample_memory, seen_bytes};
 pub use update_inputs::{overwrite, update_floats, update_inputs};
 pub use upload::upload;
-pub use views::{narrowed, reshaped};
+pub use views::{narrowed, order, reshaped};

@@ -40,6 +40,18 @@ pub fn narrowed(
     Some(tensor_of(CubeTensor { handle, meta, ..own }))
 }
 
+/// Returns the dimensions of a tensor in the order in which they lie in memory, outermost first; none for a device without our
+/// kernels.
+pub fn order(tensor: &DispatchTensor) -> Option<Vec<usize>> {
+    let own = cube_of_any(tensor).ok()?;
+    let strides = own.meta.strides().to_vec();
+    let mut order: Vec<usize> = (0..strides.len()).collect();
+    // The stride of a dimension of length 1 is arbitrary.
+    let key = |at: usize| if own.meta.shape()[at] == 1 { usize::MAX } else { strides[at] };
+    order.sort_by_key(|at| std::cmp::Reverse(key(*at)));
+    Some(order)
+}
+
 /// Returns the strides of other dimensions over the same elements: each group of new dimensions splits a run of old ones that are
 /// evenly strided (as NumPy reshapes without a copy).
 fn strides_of(old: &[usize], strides: &[usize], new: &[usize]) -> Option<Vec<usize>> {

@@ -102,7 +102,7 @@ fn attend(inputs: &Inputs<'_>, options: &Options) -> Result<Vec<Array>, String> 
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let scale = options.scale.unwrap_or(1.0 / (size as f64).sqrt()).sqrt();
     let scaled = |own: Array| own.cast(wide).times_number(scale);
-    let mut scores = product(scaled(q), scaled(k).permute(&[0, 1, 3, 2]))?;
+    let mut scores = product(inputs.ctx, scaled(q), scaled(k).permute(&[0, 1, 3, 2]))?;
     let mut shown = scores.clone();
     if options.softcap > 0.0 {
         let cap = options.softcap;
@@ -132,7 +132,7 @@ fn attend(inputs: &Inputs<'_>, options: &Options) -> Result<Vec<Array>, String> 
     if options.scores == Scores::Shares {
         shown = shares.clone();
     }
-    let mut out = product(shares, v.cast(wide))?;
+    let mut out = product(inputs.ctx, shares, v.cast(wide))?;
     if flat {
         let width = heads * out.shape()[3];
         out = out.permute(&[0, 2, 1, 3]).reshape(&[batch, rows, width]);

@@ -9,6 +9,9 @@ use crate::array::{Array, Kind, Order, bool_dtype};
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
+    if call.op() == "Dropout" && call.is_given(2) {
+        return Some(Err("whether it trains is an input: dropout while training is random".to_owned()));
+    }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
     Some(Ok(run))
 }

@@ -6,7 +6,7 @@ use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;
 use burn::tensor::DType;
 use ops::{
-    Activation, AttentionOptions, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind,
+    Activation, AttentionOptions, ConvOptions, Epilogue, GroupNormOptions, NormKind,
     NormWeights, OpError,
 };
 
@@ -22,9 +22,6 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     Some(match call.op() {
         "flashover::Conv" | "Conv" if ours || call.op() != "Conv" => conv(call),
         "flashover::Linear" => Ok(linear(call)),
-        "MatMul" if ours => {
-            Ok(Box::new(|inputs| Ok(vec![multiplied(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?])))
-        }
         "flashover::GroupNorm" | "GroupNormalization"
             if ours || call.op() != "GroupNormalization" =>
         {
@@ -37,7 +34,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 }
 
 /// Returns true for element types that our kernels have.
-const fn is_ours(dtype: DType) -> bool {
+pub(super) const fn is_ours(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
@@ -183,13 +180,19 @@ fn linear(call: &Call<'_>) -> super::Run {
         let rows: usize = shape.iter().product();
         shape.push(width);
         if !ours || !is_ours(x.dtype()) {
-            let mut out = product(x, weight)?;
+            let mut out = product(inputs.ctx, x, weight)?;
             if let Some(bias) = bias {
                 out = out.plus(bias.reshape(&[width]));
             }
             return Ok(vec![finished(out, activation, false, gate, residual)?]);
         }
-        let matrix = |own: Array| own.reshape(&[rows, width]).tensor::<2>();
+        // Rows in the order in which they lie: a transposed x is not copied, and the result is transposed as it is.
+        let order = x.order();
+        let lies = order.last() == Some(&(shape.len() - 1));
+        let order = if lies { order } else { (0..shape.len()).collect() };
+        let x = x.permute(&order);
+        let out_shape: Vec<usize> = order.iter().map(|at| shape[*at]).collect();
+        let matrix = |own: Array| own.permute(&order).reshape(&[rows, width]).tensor::<2>();
         let epilogue = Epilogue {
             bias: bias.map(vector),
             activation,
@@ -199,33 +202,10 @@ fn linear(call: &Call<'_>) -> super::Run {
         };
         let x = x.reshape(&[rows, k]).tensor::<2>();
         let out = ops::matmul(inputs.ctx, x, weight.tensor::<2>(), epilogue).map_err(told)?;
-        Ok(vec![Array::of_tensor(out).reshape(&shape)])
+        let mut back = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(to, from)| back[*from] = to);
+        Ok(vec![Array::of_tensor(out).reshape(&out_shape).permute(&back)])
     })
-}
-
-/// Multiplies as NumPy's matmul, by our kernel where it can.
-fn multiplied(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
-    let ranks = [a.rank(), b.rank()];
-    let plain = ranks.iter().all(|rank| (2..=4).contains(rank));
-    if !plain || a.dtype() != b.dtype() || !is_ours(a.dtype()) {
-        return product(a, b);
-    }
-    let rank = ranks[0].max(ranks[1]);
-    // One matrix for all rows.
-    let out = if ranks[1] == 2 && ranks[0] > 2 {
-        let (mut shape, width) = (a.shape(), b.shape()[1]);
-        let k = shape.pop().unwrap_or(0);
-        let rows = shape.iter().product();
-        shape.push(width);
-        let a = a.reshape(&[rows, k]).tensor::<2>();
-        let out = ops::matmul(ctx, a, b.tensor::<2>(), Epilogue::default()).map_err(told)?;
-        return Ok(Array::of_tensor(out).reshape(&shape));
-    } else {
-        ops::matmul(ctx, a.tensor::<4>(), b.tensor::<4>(), Epilogue::default()).map_err(told)?
-    };
-    let out = Array::of_tensor(out);
-    let shape = out.shape()[4 - rank..].to_vec();
-    Ok(out.reshape(&shape))
 }
 
 fn group_norm(call: &Call<'_>) -> super::Run {
@@ -296,13 +276,13 @@ fn attention(call: &Call<'_>) -> super::Run {
         if !(ours && is_ours(dtype) && plain) {
             let turned: Vec<usize> =
                 (0..k.rank() - 2).chain([k.rank() - 1, k.rank() - 2]).collect();
-            let mut scores = product(q, k.permute(&turned))?.times_number(scale);
+            let mut scores = product(inputs.ctx, q, k.permute(&turned))?.times_number(scale);
             if let Some(mask) = mask {
                 scores = scores.plus(mask.cast(dtype));
             }
             let last = scores.rank() - 1;
             let shares = Dispatch::softmax(scores.cast(DType::F32).into_inner(), last);
-            return Ok(vec![product(Array::of(shares).cast(dtype), v)?]);
+            return Ok(vec![product(inputs.ctx, Array::of(shares).cast(dtype), v)?]);
         }
         // Masks of `[heads, rows, columns]` belong to tensors of rank 3.
         let mask = mask.map(|own| own.cast(dtype).tensor::<4>());

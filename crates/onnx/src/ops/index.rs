@@ -5,6 +5,7 @@ use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::{DType, IndexingUpdateOp, TensorData};
 
 use super::{Call, Inputs, Read, axis};
+use crate::devices::host;
 use crate::array::{Array, Kind, Order};
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -226,11 +227,21 @@ fn scattered(
         return Ok(scattered(x, places, updates, by)?.cast(dtype));
     }
     let rows = places.len();
+    // On a device, Burn changes a place that is named twice once. The host does it in order.
+    let mut named = places.clone();
+    named.sort_unstable();
+    let twice = named.windows(2).any(|pair| pair[0] == pair[1]);
+    let device = x.device();
+    let (x, updates) = match twice {
+        true => (x.on(&host()), updates.on(&host())),
+        false => (x, updates),
+    };
     let places = Array::from_data(TensorData::new(places, [rows, 1]), &x.device()).into_inner();
     let is_float = x.kind() == Kind::Float;
     let (x, updates) = (x.into_inner(), updates.into_inner());
-    Ok(Array::of(match is_float {
+    let out = Array::of(match is_float {
         true => Dispatch::float_scatter_nd(x, places, updates, by),
         false => Dispatch::int_scatter_nd(x, places, updates, by),
-    }))
+    });
+    Ok(out.on(&device))
 }

@@ -4,12 +4,17 @@ use burn::backend::Dispatch;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::DType;
 
+use ops::{Ctx, Epilogue, OpError};
+
+use super::fused::is_ours;
 use super::{Call, Read};
 use crate::array::{Array, Kind, broadcast};
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(Ok(match call.op() {
-        "MatMul" => Box::new(|inputs| Ok(vec![product(inputs.get(0)?, inputs.get(1)?)?])),
+        "MatMul" => {
+            Box::new(|inputs| Ok(vec![product(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?]))
+        }
         "Gemm" => {
             let (alpha, beta) =
                 (call.float("alpha").unwrap_or(1.0), call.float("beta").unwrap_or(1.0));
@@ -19,7 +24,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                     let own = inputs.get(at)?;
                     Ok::<_, String>(if turned[at] { own.permute(&[1, 0]) } else { own })
                 });
-                let out = product(a?, b?)?;
+                let out = product(inputs.ctx, a?, b?)?;
                 let out = if alpha == 1.0 { out } else { out.times_number(alpha) };
                 Ok(vec![match inputs.maybe(2) {
                     None => out,
@@ -37,8 +42,38 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast.
-pub(super) fn product(a: Array, b: Array) -> Result<Array, String> {
+/// Multiplies by our kernel; none for operands that it does not take.
+fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
+    let ranks = [a.rank(), b.rank()];
+    let plain = ranks.iter().all(|rank| (2..=4).contains(rank)) && a.dtype() == b.dtype();
+    let here = !a.is_on_host() && !b.is_on_host();
+    if !plain || !here || !is_ours(a.dtype()) {
+        return Ok(None);
+    }
+    let told = |why: OpError| why.to_string();
+    let (a, b) = (a.clone(), b.clone());
+    if ranks[1] == 2 && ranks[0] > 2 {
+        // One matrix for all rows.
+        let (mut shape, width) = (a.shape(), b.shape()[1]);
+        let k = shape.pop().unwrap_or(0);
+        let rows = shape.iter().product();
+        shape.push(width);
+        let a = a.reshape(&[rows, k]).tensor::<2>();
+        let out = ops::matmul(ctx, a, b.tensor::<2>(), Epilogue::default()).map_err(told)?;
+        return Ok(Some(Array::of_tensor(out).reshape(&shape)));
+    }
+    let out = ops::matmul(ctx, a.tensor::<4>(), b.tensor::<4>(), Epilogue::default());
+    let out = Array::of_tensor(out.map_err(told)?);
+    let shape = out.shape()[4 - ranks[0].max(ranks[1])..].to_vec();
+    Ok(Some(out.reshape(&shape)))
+}
+
+/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast. On a device with our kernels they do it: Burn
+/// rounds f32 to tf32.
+pub(super) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
+    if let Some(made) = by_kernel(ctx, &a, &b)? {
+        return Ok(made);
+    }
     let (mut of_a, mut of_b) = (a.shape(), b.shape());
     if of_a.is_empty() || of_b.is_empty() {
         return Err("a factor has no dimensions".to_owned());

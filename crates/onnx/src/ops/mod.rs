@@ -181,6 +181,12 @@ impl<'a> Call<'a> {
         })
     }
 
+    /// Returns true for an input that is no constant.
+    pub(crate) fn is_given(&self, at: usize) -> bool {
+        let id = self.node.inputs.get(at).copied().flatten();
+        id.is_some() && !self.node.constants.contains(&at)
+    }
+
     /// Number of inputs, without those that its graphs capture.
     pub(crate) fn given(&self) -> usize {
         self.node.given

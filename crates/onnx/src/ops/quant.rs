@@ -33,7 +33,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "MatMulInteger" => Ok(Box::new(|inputs| {
             let a = shifted(inputs.get(0)?, inputs.maybe(2), true)?;
             let b = shifted(inputs.get(1)?, inputs.maybe(3), false)?;
-            Ok(vec![product(a, b)?.cast(DType::I32)])
+            Ok(vec![product(inputs.ctx, a, b)?.cast(DType::I32)])
         })),
         "QLinearMatMul" => Ok(Box::new(|inputs| {
             let rows = |x: usize| {
@@ -47,7 +47,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 ))
             };
             let ((a, of_a), (b, of_b)) = (rows(0)?, rows(3)?);
-            let out = product(a, b)?.times(of_a).times(of_b);
+            let out = product(inputs.ctx, a, b)?.times(of_a).times(of_b);
             let (scale, zero) = (inputs.get(6)?, inputs.get(7)?);
             Ok(vec![rounded(out.over(scale.cast(DType::F32)), Some(zero.clone()), zero.dtype())])
         })),

@@ -3,6 +3,8 @@
 use burn::backend::Dispatch;
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
 
+use ops::Ctx;
+
 use super::linear::product;
 use super::{Call, Inputs, Read, Run};
 use crate::array::{Array, scalar_of};
@@ -179,6 +181,7 @@ impl Layer {
                 let at = if *reversed { steps - 1 - step } else { step };
                 let input = x.clone().narrow(0, at, at + 1).reshape(&[batch, width]);
                 let (next, next_cell) = self.step(
+                    inputs.ctx,
                     input,
                     &state,
                     cell.as_ref(),
@@ -228,6 +231,7 @@ impl Layer {
     /// Returns the next state, and of an LSTM the next cell.
     fn step(
         &self,
+        ctx: &Ctx,
         x: Array,
         state: &Array,
         cell: Option<&Array>,
@@ -245,8 +249,8 @@ impl Layer {
             Some(bias) => x.plus(bias),
             None => x,
         };
-        let of_x = product(x, weights.w.clone().permute(&[1, 0]))?;
-        let of_state = product(state.clone(), weights.r.clone().permute(&[1, 0]))?;
+        let of_x = product(ctx, x, weights.w.clone().permute(&[1, 0]))?;
+        let of_state = product(ctx, state.clone(), weights.r.clone().permute(&[1, 0]))?;
         let sum = |at: usize| {
             let own = with(gate(&of_x, at), bias(false, at));
             own.plus(with(gate(&of_state, at), bias(true, at)))
@@ -262,7 +266,7 @@ impl Layer {
                     false => {
                         let r = weights.r.clone().narrow(0, 2 * size, 3 * size);
                         with(
-                            product(reset.times(state.clone()), r.permute(&[1, 0]))?,
+                            product(ctx, reset.times(state.clone()), r.permute(&[1, 0]))?,
                             bias(true, 2),
                         )
                     }

@@ -147,14 +147,14 @@ fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
                 state = state.times(factor);
             }
             if let Some(beta) = &beta {
-                let known = product(at(&k, step), state.clone())?;
+                let known = product(inputs.ctx, at(&k, step), state.clone())?;
                 value = value.minus(known).times(at(beta, step));
             }
-            state = state.plus(product(key, value)?);
+            state = state.plus(product(inputs.ctx, key, value)?);
             let each = state.clone().reshape(&[batch, kv_heads, 1, size, size_v]);
             let each = each.expand(&[batch, kv_heads, heads / kv_heads, size, size_v]);
             let all = each.reshape(&[batch, heads, size, size_v]);
-            lines.push(product(at(&q, step), all)?.times_number(scale));
+            lines.push(product(inputs.ctx, at(&q, step), all)?.times_number(scale));
         }
         let out =
             Array::concat(lines, 2).permute(&[0, 2, 1, 3]).reshape(&[batch, steps, heads * size_v]);

@@ -108,7 +108,7 @@ fn dft(
     };
     let (cos, sin) = (matrix(f64::cos, 1.0), matrix(f64::sin, sign));
     let out_real =
-        product(real.clone(), cos.clone())?.minus(product(imaginary.clone(), sin.clone())?);
+        product(inputs.ctx, real.clone(), cos.clone())?.minus(product(inputs.ctx, imaginary.clone(), sin.clone())?);
     let mut shape: Vec<usize> = order.iter().map(|at| own[*at]).collect();
     shape[rank - 2] = made;
     let mut back: Vec<usize> = (0..rank - 2).collect();
@@ -121,6 +121,6 @@ fn dft(
     if to_real {
         return Ok(vec![finished(out_real)]);
     }
-    let out_imaginary = product(real, sin)?.plus(product(imaginary, cos)?);
+    let out_imaginary = product(inputs.ctx, real, sin)?.plus(product(inputs.ctx, imaginary, cos)?);
     Ok(vec![Array::concat(vec![finished(out_real), finished(out_imaginary)], rank - 1)])
 }

@@ -138,6 +138,13 @@ pub(super) fn convolved(
         return Err("an image has a rank of 3 or more".to_owned());
     };
     let sizes = windows.sizes(image, kernel)?;
+    let dtype = x.dtype();
+    if dtype.is_float() && dtype.size() == 2 {
+        // Sums are f32.
+        let [x, filters] = [x, filters].map(|own| own.cast(DType::F32));
+        let bias = bias.map(|own| own.cast(DType::F32));
+        return Ok(convolved(x, filters, bias, windows)?.cast(dtype));
+    }
     let (x, filters) = (x.into_inner(), filters.into_inner());
     let bias = bias.map(Array::into_inner);
     let groups = windows.groups;

@@ -220,6 +220,7 @@ pub(super) fn in_place_of(node: &Node, op: &str, inputs: Vec<Option<ValueId>>) -
         op: op.to_owned(),
         attributes: BTreeMap::new(),
         given: inputs.len(),
+        constants: Vec::new(),
         inputs,
         outputs: node.outputs.clone(),
     }
