@@ -108,7 +108,7 @@ struct InfoArgs {
     passes: Passes,
 }
 
-/// How a graph runs.
+/// Settings of a run.
 #[derive(clap::Args)]
 struct LoadArgs {
     /// Type of floats in place of f32 [default: that of the file]

@@ -36,7 +36,7 @@ pub use ::onnx::{
     inspect,
 };
 
-/// How a graph runs.
+/// Settings of a graph.
 #[derive(Debug, Clone, Default)]
 pub struct GraphOptions {
     /// Numbers for dimensions of the inputs that have names.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use burn::backend::{DispatchDevice, FlexDevice};
 use burn::tensor::{DType, TensorData};
@@ -14,7 +14,7 @@ use crate::tensor::Constant;
 /// Most elements of a constant that is no weight, but a factor, a mask or a limit.
 const SMALL: usize = 4096;
 
-/// Where a model runs.
+/// Device of a model, and what all of its runs share.
 pub(crate) struct Devices {
     /// Device of results.
     pub(crate) device: DispatchDevice,
@@ -22,6 +22,8 @@ pub(crate) struct Devices {
     pub(crate) host: DispatchDevice,
     /// Context of our kernels.
     pub(crate) ctx: Ctx,
+    /// True to keep constants, for other graphs of the model.
+    keeps: bool,
     /// Constants on the device. All graphs of a model share them.
     constants: Mutex<HashMap<Key, (Constant, Array)>>,
 }
@@ -51,12 +53,15 @@ pub(crate) const fn host() -> DispatchDevice {
 
 impl Devices {
     pub(crate) fn new(device: DispatchDevice, ctx: Ctx) -> Self {
-        Self { device, host: host(), ctx, constants: Mutex::default() }
+        Self { device, host: host(), ctx, keeps: true, constants: Mutex::default() }
     }
 
-    /// Host memory only.
-    pub(crate) fn host() -> Self {
-        Self::new(host(), Ctx::default())
+    /// Returns host memory only. All models share it.
+    pub(crate) fn host() -> Arc<Self> {
+        static HOST: LazyLock<Arc<Devices>> = LazyLock::new(|| {
+            Arc::new(Devices { keeps: false, ..Devices::new(host(), Ctx::default()) })
+        });
+        HOST.clone()
     }
 
     /// Returns true if our kernels run on the device.
@@ -97,7 +102,9 @@ impl Devices {
             Form::Dense => array,
             Form::ChannelsLast => array.channels_last()?,
         };
-        constants.insert(key, (constant.clone(), array.clone()));
+        if self.keeps {
+            constants.insert(key, (constant.clone(), array.clone()));
+        }
         Ok(array)
     }
 }

@@ -1,4 +1,4 @@
-//! What is known before a run: types of values, and the elements of those that depend on no input.
+//! Facts that are known before a run: types of values, and the elements of those that depend on no input.
 //!
 //! Nodes whose inputs are constants run once, on the host. `Shape` of a value whose shape is known is a constant, and so is the
 //! part of a shape whose dimensions are known. This is how the shapes of an exported graph become numbers once its inputs' are.
@@ -39,28 +39,7 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
                     }
                 }
             }
-            None => {
-                if std::env::var_os("ONNX_DEBUG").is_some() {
-                    let t = |id: &Option<usize>| {
-                        id.map_or("-".into(), |id| {
-                            format!(
-                                "{}{}{:?}",
-                                if graph.values[id].constant.is_some() { "c" } else { "" },
-                                graph.values[id].ty.lengths(),
-                                graph.values[id].ty.dtype
-                            )
-                        })
-                    };
-                    eprintln!(
-                        "{} {} {:?} -> {:?}",
-                        node.op,
-                        node.name,
-                        node.inputs.iter().map(t).collect::<Vec<_>>(),
-                        node.outputs.iter().map(t).collect::<Vec<_>>()
-                    );
-                }
-                graph.nodes.push(node)
-            }
+            None => graph.nodes.push(node),
         }
     }
 }

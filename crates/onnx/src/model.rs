@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device, Distribution, TensorData};
 use ops::Ctx;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
+use tune::timing::Stopwatch;
 
 use crate::array::Array;
 use crate::devices::Devices;
@@ -26,7 +27,7 @@ use crate::{Fault, OnnxError, fold, precision};
 /// Shapes of inputs that a model keeps frames for.
 const MAX_SHAPES: usize = 16;
 
-/// How a model runs.
+/// Settings of a model.
 #[derive(Clone, Default)]
 pub struct Options {
     /// Numbers for dimensions of the inputs that have names.
@@ -49,12 +50,14 @@ pub struct Model {
     options: Options,
     devices: Arc<Devices>,
     outputs: Vec<Option<DType>>,
+    /// Number of rewrites by each pass while the shapes were not known.
+    rewritten: Counts,
     /// Frames by the shapes of their inputs, the latest last.
     frames: Mutex<Vec<(Shapes, Frames)>>,
 }
 
 type Shapes = Vec<Vec<usize>>;
-/// How often each pass rewrote a graph, by its name.
+/// Number of rewrites of a graph by each pass, with its name.
 pub type Counts = Vec<(&'static str, usize)>;
 
 impl Model {
@@ -71,11 +74,11 @@ impl Model {
         let outputs = graph.outputs.iter().map(|id| graph.values[*id].ty.dtype).collect();
         let device: DispatchDevice = device.clone().inner().as_dispatch().clone();
         let devices = Arc::new(Devices::new(device, options.ctx.clone()));
-        rewrite(&mut graph, opset, &options.passes);
+        let rewritten = rewrite(&mut graph, opset, &options.passes);
         // Every node that is not served is told before a run.
         Program::check(&graph, opset, &devices)?;
         let frames = Mutex::default();
-        Ok(Self { graph, opset, options, devices, outputs, frames })
+        Ok(Self { graph, opset, options, devices, outputs, rewritten, frames })
     }
 
     /// Returns names and types of the inputs.
@@ -130,7 +133,7 @@ impl Model {
     /// [`OnnxError`].
     pub fn measure(&self, inputs: Vec<TensorData>, times: usize) -> Result<Speed, OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let own = self.frames_of(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         let device = Device::new(self.devices.device.clone());
@@ -144,12 +147,12 @@ impl Model {
         wait()?;
         let mut each = Vec::new();
         for _ in 0..times {
-            let started = Instant::now();
+            let started = Stopwatch::start();
             own.run()?;
             wait()?;
             each.push(started.elapsed());
         }
-        let started = Instant::now();
+        let started = Stopwatch::start();
         for _ in 0..times {
             own.run()?;
         }
@@ -246,7 +249,9 @@ impl Model {
             let shape = shape.iter().map(|len| Some(*len)).collect();
             graph.values[*id].ty.learn(Type { dtype: None, shape: Some(shape) });
         }
-        let counts = rewrite(&mut graph, self.opset, &self.options.passes);
+        let more = rewrite(&mut graph, self.opset, &self.options.passes);
+        let counts = self.rewritten.iter().zip(more);
+        let counts = counts.map(|((name, before), (_, own))| (*name, before + own)).collect();
         if let Some(dtype) = self.options.dtype.filter(|dtype| *dtype != DType::F32) {
             precision::convert(&mut graph, dtype, &self.options.keep_f32)?;
         }
@@ -280,7 +285,7 @@ fn read(path: &Path, dimensions: &BTreeMap<String, u64>) -> Result<(Graph, i64),
     Ok((graph, opset))
 }
 
-/// What a file has, without a device.
+/// Contents of a file, without a device.
 #[derive(Debug, Clone)]
 pub struct Inspection {
     /// Version of the operators.
@@ -293,7 +298,7 @@ pub struct Inspection {
     pub operators: BTreeMap<String, usize>,
     /// Number of nodes by operator, after the passes.
     pub rewritten: BTreeMap<String, usize>,
-    /// How often each pass rewrote the graph.
+    /// Number of rewrites by each pass.
     pub passes: Counts,
     /// Nodes that cannot run.
     pub unserved: Vec<Fault>,
@@ -316,7 +321,7 @@ pub fn inspect(
         graph.nodes.iter().for_each(|node| *counts.entry(node.op.clone()).or_default() += 1);
         counts
     };
-    let (operators, host) = (count(&graph), Arc::new(Devices::host()));
+    let (operators, host) = (count(&graph), Devices::host());
     let unserved = match Program::check(&graph, opset, &host) {
         Ok(()) => Vec::new(),
         Err(OnnxError::Unserved(faults)) => faults,
@@ -337,7 +342,7 @@ pub fn inspect(
 
 /// Folds what is known, and runs passes.
 fn rewrite(graph: &mut Graph, opset: i64, on: &Passes) -> Counts {
-    fold::fold(graph, opset, &Arc::new(Devices::host()));
+    fold::fold(graph, opset, &Devices::host());
     graph.sweep();
     passes::apply(graph, on)
 }

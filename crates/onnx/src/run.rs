@@ -163,7 +163,8 @@ impl Program {
 fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, OnnxError> {
     let (mut faults, mut steps) = (Vec::new(), Vec::new());
     for node in &graph.nodes {
-        let is_constant = |id: &Option<ValueId>| id.is_some_and(|id| graph.values[id].constant.is_some());
+        let is_constant =
+            |id: &Option<ValueId>| id.is_some_and(|id| graph.values[id].constant.is_some());
         let places = (0..node.inputs.len()).filter(|at| is_constant(&node.inputs[*at]));
         let node = &Node { constants: places.collect(), ..node.clone() };
         match operator(node, opset, devices) {

@@ -1,11 +1,9 @@
 //! Tests of models that are made here.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use burn::backend::{DispatchDevice, FlexDevice};
-use burn::tensor::TensorData;
+use burn::tensor::{Device, TensorData};
 use prost::Message;
 
 use crate::proto::{
@@ -13,7 +11,7 @@ use crate::proto::{
     OperatorSetIdProto, StringStringEntryProto, TensorProto, TensorShapeProto, TensorTypeProto,
     TypeProto, TypeValue, ValueInfoProto,
 };
-use crate::{Model, OnnxError};
+use crate::{Model, OnnxError, Options};
 
 fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
     let list = |names: &[&str]| names.iter().map(|own| (*own).to_owned()).collect();
@@ -55,15 +53,11 @@ fn model(nodes: Vec<NodeProto>, inputs: &[&str], outputs: &[&str]) -> ModelProto
     }
 }
 
-fn device() -> DispatchDevice {
-    DispatchDevice::Flex(FlexDevice)
-}
-
 fn open(model: &ModelProto, folder: &Path, dimensions: &[(&str, u64)]) -> Result<Model, OnnxError> {
     let path = folder.join("model.onnx");
     fs::write(&path, model.encode_to_vec()).expect("written");
     let dimensions = dimensions.iter().map(|(name, len)| ((*name).to_owned(), *len)).collect();
-    Model::open(path, &dimensions, &device(), &device())
+    Model::open(path, Options { dimensions, ..Options::default() }, &Device::flex())
 }
 
 fn refused(model: &ModelProto) -> String {
@@ -260,7 +254,7 @@ fn damaged_files_are_no_panic() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (state >> 33) as usize % below
     };
-    let mut valid = 0;
+    let (mut valid, options) = (0, Options::default());
     for _ in 0..10_000 {
         let mut bytes = whole.clone();
         for _ in 0..=random(3) {
@@ -269,7 +263,7 @@ fn damaged_files_are_no_panic() {
         }
         bytes.truncate(bytes.len() - if random(4) == 0 { random(bytes.len()) } else { 0 });
         fs::write(&path, &bytes).expect("written");
-        if let Ok(model) = Model::open(&path, &BTreeMap::new(), &device(), &device()) {
+        if let Ok(model) = Model::open(&path, options.clone(), &Device::flex()) {
             valid += 1;
             let x = TensorData::new(vec![1f32, -2.0], [1, 2]);
             let _result = model.run(vec![x; model.inputs().len()]);

@@ -10,7 +10,9 @@ use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     if call.op() == "Dropout" && call.is_given(2) {
-        return Some(Err("whether it trains is an input: dropout while training is random".to_owned()));
+        return Some(Err(
+            "whether it trains is an input: dropout while training is random".to_owned()
+        ));
     }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
     Some(Ok(run))

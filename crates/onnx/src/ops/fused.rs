@@ -6,8 +6,8 @@ use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;
 use burn::tensor::DType;
 use ops::{
-    Activation, AttentionOptions, ConvOptions, Epilogue, GroupNormOptions, NormKind,
-    NormWeights, OpError,
+    Activation, AttentionOptions, ConvOptions, Epilogue, GroupNormOptions, NormKind, NormWeights,
+    OpError,
 };
 
 use super::linear::product;

@@ -5,8 +5,8 @@ use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::{DType, IndexingUpdateOp, TensorData};
 
 use super::{Call, Inputs, Read, axis};
-use crate::devices::host;
 use crate::array::{Array, Kind, Order};
+use crate::devices::host;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(Ok(match call.op() {

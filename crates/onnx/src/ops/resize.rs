@@ -208,7 +208,8 @@ fn resized(
         let lines = out.permute(&order);
         let mut shape = lines.shape();
         let count = lines.count() / own[*at].max(1);
-        let made = product(inputs.ctx, lines.reshape(&[count, own[*at]]), weights.permute(&[1, 0]))?;
+        let made =
+            product(inputs.ctx, lines.reshape(&[count, own[*at]]), weights.permute(&[1, 0]))?;
         shape[rank - 1] = *size;
         let mut back: Vec<usize> = (0..rank - 1).collect();
         back.insert(*at, rank - 1);

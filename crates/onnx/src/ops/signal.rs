@@ -107,8 +107,11 @@ fn dft(
         Array::from_data(data, &x.device()).cast(dtype)
     };
     let (cos, sin) = (matrix(f64::cos, 1.0), matrix(f64::sin, sign));
-    let out_real =
-        product(inputs.ctx, real.clone(), cos.clone())?.minus(product(inputs.ctx, imaginary.clone(), sin.clone())?);
+    let out_real = product(inputs.ctx, real.clone(), cos.clone())?.minus(product(
+        inputs.ctx,
+        imaginary.clone(),
+        sin.clone(),
+    )?);
     let mut shape: Vec<usize> = order.iter().map(|at| own[*at]).collect();
     shape[rank - 2] = made;
     let mut back: Vec<usize> = (0..rank - 2).collect();

@@ -1,4 +1,4 @@
-//! What follows a convolution, a product or a group norm, as its epilogue:
+//! Nodes that follow a convolution, a product or a group norm, as its epilogue:
 //! `residual + activation(x ∗ weight + bias)`, or `activation(x ∗ weight + bias + residual)`.
 
 use burn::tensor::TensorData;

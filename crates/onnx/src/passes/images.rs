@@ -1,4 +1,4 @@
-//! What comes before a convolution or group norm, as part of how it reads its image: padding, resizing by two, joined channels.
+//! Nodes before a convolution or group norm, as part of how it reads its image: padding, resizing by two, joined channels.
 
 use crate::graph::{Attribute, Node, ValueId};
 

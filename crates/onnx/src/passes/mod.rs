@@ -9,6 +9,8 @@ mod norms;
 mod pointwise;
 mod products;
 mod reshapes;
+#[cfg(test)]
+mod tests;
 mod view;
 
 use std::collections::BTreeSet;
