@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn results_lie_as_their_inputs_do() {
-        let own = |shape: &[usize], like: &[usize]| super::dense(shape, Some(like.to_vec()));
+        let own = |shape: &[usize], like: &[usize]| dense(shape, Some(like.to_vec()));
         assert_eq!(own(&[2, 3, 5, 4], &[60, 1, 12, 3]), [60, 1, 12, 3]);
         assert_eq!(own(&[2, 3], &[0, 1]), [3, 1]);
         assert_eq!(own(&[1, 8, 1, 4], &[7, 1, 9, 8]), [32, 1, 8, 8]);

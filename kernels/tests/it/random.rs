@@ -91,10 +91,19 @@ fn inference() -> impl Strategy<Value = Epilogue> {
 fn epilogue() -> impl Strategy<Value = Epilogue> {
     let activation = proptest::option::of(select(&Activation::ALL[..]));
     let slope = proptest::option::of(select(&Activation::ALL[..]));
-    (any::<[bool; 4]>(), activation, slope).prop_map(
-        |([bias, pre_activation, gate, residual], activation, slope)| {
+    (any::<[bool; 5]>(), activation, slope).prop_map(
+        |([bias, pre_activation, gate, residual, last], activation, slope)| {
             let slope = slope.filter(|_| gate);
-            Epilogue { bias, pre_activation, activation, gate, slope, residual, factor: None }
+            let activation_last = last && activation.is_some();
+            let own = Epilogue {
+                bias,
+                pre_activation,
+                activation,
+                activation_last,
+                gate,
+                ..Epilogue::default()
+            };
+            Epilogue { slope, residual, ..own }
         },
     )
 }
