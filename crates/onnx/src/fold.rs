@@ -9,7 +9,7 @@ use burn::tensor::TensorData;
 
 use crate::array::{Array, scalar_of};
 use crate::devices::Devices;
-use crate::graph::{Attribute, Graph, Node, Type, Value};
+use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
 use crate::ops::{Inputs, operator};
 use crate::tensor::Constant;
 use crate::{rules, types};
@@ -31,6 +31,9 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
                 graph.values[*id].ty.learn(ty);
             }
         }
+        if inlined(graph, &node).is_some() || taken(graph, &node).is_some() {
+            continue;
+        }
         match constants(graph, &node, opset, host) {
             Some(made) => {
                 for (id, data) in node.outputs.iter().zip(made) {
@@ -42,6 +45,118 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
             None => graph.nodes.push(node),
         }
     }
+}
+
+/// Puts a slice in place of an entry of a tensor that is split to a sequence.
+fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
+    if node.op != "SequenceAt" {
+        return None;
+    }
+    let [Some(sequence), Some(place)] = node.inputs[..] else { return None };
+    let place = graph.values[place].constant.as_ref()?.data().iter::<i64>().next()?;
+    let split = graph.nodes.iter().rev().find(|own| {
+        own.op == "SplitToSequence" && own.outputs.first() == Some(&Some(sequence))
+    })?;
+    let x = split.inputs.first().copied()??;
+    let shape = graph.values[x].ty.shape.clone()?;
+    let int = |name: &str, usual: i64| match split.attributes.get(name) {
+        Some(Attribute::Int(own)) => *own,
+        _ => usual,
+    };
+    let at = crate::ops::axis(int("axis", 0), shape.len()).ok()?;
+    let sizes = match split.inputs.get(1).copied().flatten() {
+        Some(id) => Some(graph.values[id].constant.as_ref()?.data()),
+        None => None,
+    };
+    // One size for all parts but the last, or one for each.
+    let (from, to) = match &sizes {
+        Some(own) if own.shape().rank() == 1 => {
+            let sizes: Vec<i64> = own.iter::<i64>().collect();
+            let place = if place < 0 { place + sizes.len() as i64 } else { place };
+            let place = usize::try_from(place).ok().filter(|own| *own < sizes.len())?;
+            let from: i64 = sizes[..place].iter().sum();
+            (from, from + sizes[place])
+        }
+        own => {
+            let size = own.as_ref().map_or(Some(1), |own| own.iter::<i64>().next())?;
+            let place = match place {
+                0.. => place,
+                _ => place + (shape[at]? as i64 + size - 1).checked_div(size)?,
+            };
+            (place * size, (place + 1) * size)
+        }
+    };
+    let squeezes = sizes.is_none() && int("keepdims", 1) == 0;
+    let mut constant = |values: Vec<i64>| {
+        let len = values.len();
+        let mut value = Value { name: format!("{}.{}", node.name, graph.values.len()), ..Value::default() };
+        value.set(Constant::new(TensorData::new(values, [len])));
+        graph.values.push(value);
+        Some(graph.values.len() - 1)
+    };
+    let axis = constant(vec![at as i64]);
+    let (starts, ends) = (constant(vec![from]), constant(vec![to]));
+    let between = graph.values.len();
+    graph.values.push(Value { name: format!("{}.slice", node.name), ..Value::default() });
+    let sliced = if squeezes { vec![Some(between)] } else { node.outputs.clone() };
+    let own = |op: &str, inputs: Vec<Option<ValueId>>, outputs| Node {
+        op: op.to_owned(),
+        name: node.name.clone(),
+        given: inputs.len(),
+        inputs,
+        outputs,
+        ..Node::default()
+    };
+    graph.nodes.push(own("Slice", vec![Some(x), starts, ends, axis], sliced));
+    if squeezes {
+        graph.nodes.push(own("Squeeze", vec![Some(between), axis], node.outputs.clone()));
+    }
+    Some(())
+}
+
+/// Puts the nodes of a branch in place of an `If` whose condition is known.
+fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
+    let condition = graph.values[node.inputs.first().copied()??].constant.as_ref()?;
+    if node.op != "If" {
+        return None;
+    }
+    let taken = condition.data().iter::<bool>().next()?;
+    let name = if taken { "then_branch" } else { "else_branch" };
+    let Some(Attribute::Graph(part, from)) = node.attributes.get(name) else { return None };
+    let mut ids: Vec<Option<ValueId>> = vec![None; part.values.len()];
+    for (at, id) in part.captured.iter().enumerate() {
+        ids[*id] = node.inputs[from + at];
+    }
+    for (id, value) in part.values.iter().enumerate().filter(|own| !part.captured.contains(&own.0)) {
+        ids[id] = Some(graph.values.len());
+        let name = format!("{}.{}", node.name, value.name);
+        graph.values.push(Value { name, ..value.clone() });
+    }
+    let moved = |own: &[Option<ValueId>]| -> Vec<_> {
+        own.iter().map(|id| id.and_then(|id| ids[id])).collect()
+    };
+    for own in &part.nodes {
+        let (inputs, outputs) = (moved(&own.inputs), moved(&own.outputs));
+        graph.nodes.push(Node { inputs, outputs, ..own.clone() });
+    }
+    for (to, from) in node.outputs.iter().zip(&part.outputs) {
+        let (Some(to), Some(from)) = (*to, ids[*from]) else { continue };
+        match graph.values[from].constant.clone() {
+            Some(data) => graph.values[to].set(data),
+            None => {
+                let ty = graph.values[from].ty.clone();
+                graph.values[to].ty.learn(ty);
+                graph.nodes.push(Node {
+                    op: "Identity".to_owned(),
+                    inputs: vec![Some(from)],
+                    given: 1,
+                    outputs: vec![Some(to)],
+                    ..Node::default()
+                });
+            }
+        }
+    }
+    Some(())
 }
 
 /// Folds the graphs of a node, with what is known of the values that they capture.

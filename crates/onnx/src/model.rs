@@ -322,12 +322,12 @@ pub fn inspect(
         counts
     };
     let (operators, host) = (count(&graph), Devices::host());
+    let passes = rewrite(&mut graph, opset, on);
     let unserved = match Program::check(&graph, opset, &host) {
         Ok(()) => Vec::new(),
         Err(OnnxError::Unserved(faults)) => faults,
         Err(why) => return Err(why),
     };
-    let passes = rewrite(&mut graph, opset, on);
     Ok(Inspection {
         opset,
         inputs: types(&graph, &graph.inputs),

@@ -7,7 +7,10 @@ mod fused;
 mod index;
 mod linear;
 mod loss;
+mod microsoft;
 mod norm;
+mod packed;
+mod places;
 mod pointwise;
 mod quant;
 mod recurrent;
@@ -36,7 +39,7 @@ pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Se
 /// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
 pub(crate) type Read = Option<Result<Run, String>>;
 
-const FAMILIES: [fn(&Call<'_>) -> Read; 18] = [
+const FAMILIES: [fn(&Call<'_>) -> Read; 20] = [
     fused::read,
     pointwise::read,
     elementwise::read,
@@ -55,6 +58,8 @@ const FAMILIES: [fn(&Call<'_>) -> Read; 18] = [
     sequence::read,
     signal::read,
     vision::read,
+    microsoft::read,
+    places::read,
 ];
 
 /// Reads the operator of a node.

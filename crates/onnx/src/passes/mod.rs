@@ -4,6 +4,7 @@ mod activations;
 mod attention;
 mod epilogues;
 mod images;
+mod moves;
 mod neutral;
 mod norms;
 mod pointwise;
@@ -34,7 +35,7 @@ pub struct Pass {
 }
 
 /// All passes, in the order in which they run.
-pub const PASSES: [Pass; 14] = [
+pub const PASSES: [Pass; 15] = [
     Pass { name: "neutral", about: "nodes that change nothing", rewrite: neutral::rewrite },
     Pass { name: "gelu", about: "GELU from its parts", rewrite: activations::gelu },
     Pass { name: "silu", about: "SiLU from its parts", rewrite: activations::silu },
@@ -48,6 +49,7 @@ pub const PASSES: [Pass; 14] = [
     Pass { name: "batch-norm", about: "batch norms after convolutions", rewrite: norms::batch },
     Pass { name: "pad", about: "padding before convolutions", rewrite: images::pad },
     Pass { name: "attention", about: "attention from its parts", rewrite: attention::rewrite },
+    Pass { name: "move", about: "chains that only move elements", rewrite: moves::rewrite },
     Pass { name: "reshape", about: "sums of reshaped products", rewrite: reshapes::rewrite },
     Pass {
         name: "epilogue",
