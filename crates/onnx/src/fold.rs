@@ -54,9 +54,10 @@ fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
     }
     let [Some(sequence), Some(place)] = node.inputs[..] else { return None };
     let place = graph.values[place].constant.as_ref()?.data().iter::<i64>().next()?;
-    let split = graph.nodes.iter().rev().find(|own| {
-        own.op == "SplitToSequence" && own.outputs.first() == Some(&Some(sequence))
-    })?;
+    let split =
+        graph.nodes.iter().rev().find(|own| {
+            own.op == "SplitToSequence" && own.outputs.first() == Some(&Some(sequence))
+        })?;
     let x = split.inputs.first().copied()??;
     let shape = graph.values[x].ty.shape.clone()?;
     let int = |name: &str, usual: i64| match split.attributes.get(name) {
@@ -89,7 +90,8 @@ fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
     let squeezes = sizes.is_none() && int("keepdims", 1) == 0;
     let mut constant = |values: Vec<i64>| {
         let len = values.len();
-        let mut value = Value { name: format!("{}.{}", node.name, graph.values.len()), ..Value::default() };
+        let mut value =
+            Value { name: format!("{}.{}", node.name, graph.values.len()), ..Value::default() };
         value.set(Constant::new(TensorData::new(values, [len])));
         graph.values.push(value);
         Some(graph.values.len() - 1)
@@ -127,7 +129,8 @@ fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
     for (at, id) in part.captured.iter().enumerate() {
         ids[*id] = node.inputs[from + at];
     }
-    for (id, value) in part.values.iter().enumerate().filter(|own| !part.captured.contains(&own.0)) {
+    for (id, value) in part.values.iter().enumerate().filter(|own| !part.captured.contains(&own.0))
+    {
         ids[id] = Some(graph.values.len());
         let name = format!("{}.{}", node.name, value.name);
         graph.values.push(Value { name, ..value.clone() });

@@ -3,7 +3,7 @@
 //! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels where the text is silent.
 
 use burn::backend::Dispatch;
-use burn::backend::ops::{ActivationOps, FloatTensorOps};
+use burn::backend::ops::ActivationOps;
 use ops::{Activation, Constant};
 
 use super::fused::activated;
@@ -134,10 +134,9 @@ fn of_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, Strin
         "Tanh" => Activation::Tanh,
         "LeakyRelu" => Activation::LeakyRelu { slope: number(0, 0.01) },
         "HardSigmoid" => Activation::HardSigmoid { scale: number(0, 0.2), shift: number(1, 0.5) },
-        "Clip" => Activation::Clip {
-            low: number(0, f32::NEG_INFINITY),
-            high: number(1, f32::INFINITY),
-        },
+        "Clip" => {
+            Activation::Clip { low: number(0, f32::NEG_INFINITY), high: number(1, f32::INFINITY) }
+        }
         "Gelu" => Activation::Gelu,
         "Silu" | "Swish" => Activation::Silu,
         "HardSwish" => Activation::HardSwish,
@@ -218,4 +217,3 @@ fn group_norm(call: &Call<'_>, skip: bool) -> Run {
         Ok(vec![back(out), back(x)])
     })
 }
-

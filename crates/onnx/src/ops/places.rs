@@ -74,7 +74,10 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     let line = |of: usize| &values[of * width..(of + 1) * width];
     let compare = |one: &usize, other: &usize| {
         let pairs = line(*one).iter().zip(line(*other));
-        pairs.map(|(one, other)| one.total_cmp(other)).find(|own| own.is_ne()).unwrap_or(one.cmp(other))
+        pairs
+            .map(|(one, other)| one.total_cmp(other))
+            .find(|own| own.is_ne())
+            .unwrap_or(one.cmp(other))
     };
     let mut all: Vec<usize> = (0..len).collect();
     all.sort_by(compare);
@@ -188,7 +191,9 @@ fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Arra
         own.filter(|own| own.len() == len).ok_or("a list does not fit the image".to_owned())
     };
     let (dilations, pads, strides) = (list(0, 1, rank)?, list(1, 0, 2 * rank)?, list(2, 1, rank)?);
-    let [batch, columns, windows] = x.shape()[..] else { return Err("x has no rank of 3".to_owned()) };
+    let [batch, columns, windows] = x.shape()[..] else {
+        return Err("x has no rank of 3".to_owned());
+    };
     let taps: usize = block.iter().product();
     if block.len() != rank || taps == 0 || columns % taps != 0 {
         return Err(format!("blocks of {block:?} do not make {columns} columns"));
@@ -286,7 +291,8 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
             (tall, wide) = (tall.max(1.0), wide.max(1.0));
         }
         let (bin_height, bin_width) = (tall / rows as f64, wide / columns as f64);
-        let count = |bin: f64| if options.ratio > 0 { options.ratio } else { bin.ceil().max(0.0) as usize };
+        let count =
+            |bin: f64| if options.ratio > 0 { options.ratio } else { bin.ceil().max(0.0) as usize };
         let (down, across) = (count(bin_height), count(bin_width));
         for channel in 0..channels {
             let plane = &values[(image * channels + channel) * height * width..][..height * width];
@@ -296,7 +302,8 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
                     for sample in 0..down * across {
                         let (i, j) = (sample / across, sample % across);
                         let y = top + (row as f64 + (i as f64 + 0.5) / down as f64) * bin_height;
-                        let x = left + (column as f64 + (j as f64 + 0.5) / across as f64) * bin_width;
+                        let x =
+                            left + (column as f64 + (j as f64 + 0.5) / across as f64) * bin_width;
                         for (place, weight) in around(y, x) {
                             sum += plane[place] * weight;
                             most = most.max(plane[place] * weight);
