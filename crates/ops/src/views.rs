@@ -97,8 +97,8 @@ mod tests {
     fn shapes_change_without_a_copy_where_strides_are_even() {
         // The middle third of rows of 36, as heads.
         assert_eq!(strides_of(&[2, 5, 12], &[180, 36, 1], &[10, 3, 4]), Some(vec![36, 4, 1]));
-        // An image with channels last, as rows of pixels.
-        assert_eq!(strides_of(&[1, 8, 4, 5], &[160, 1, 40, 8], &[1, 8, 20]), Some(vec![160, 1, 8]));
+        // An image with channels last, as rows of pixels; the stride of one image is arbitrary.
+        assert_eq!(strides_of(&[1, 8, 4, 5], &[160, 1, 40, 8], &[1, 8, 20]), Some(vec![8, 1, 8]));
         // Its pixels and channels together are no view.
         assert_eq!(strides_of(&[1, 8, 4, 5], &[160, 1, 40, 8], &[160]), None);
         assert_eq!(strides_of(&[6], &[1], &[1, 2, 1, 3]), Some(vec![6, 3, 3, 1]));
