@@ -157,7 +157,7 @@ enum Command {
     ///
     /// Example: flashover unet bench --shape unet-38m,sd15 --batch 1,8 --dtype f16
     Unet(unet_command::Args),
-    /// Run, measure or inspect any ONNX graph
+    /// Run, measure or inspect an ONNX graph
     ///
     /// Example: flashover onnx bench model.onnx --batch 1,32 --dtype f16
     Onnx(onnx_command::Args),

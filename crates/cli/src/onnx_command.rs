@@ -1,4 +1,4 @@
-//! `flashover onnx`: any ONNX graph.
+//! `flashover onnx`: graphs of ONNX.
 
 mod tensors;
 
@@ -10,7 +10,7 @@ use clap::{Subcommand, ValueEnum};
 use command::OutFile;
 use flashover::burn::tensor::TensorData;
 use flashover::onnx::{
-    Graph, GraphOptions, Inspection, Outcome, PASSES, Passes, Plan, Speed, inspect, tests,
+    Graph, GraphOptions, Inspection, Outcome, PASSES, Passes, Plan, inspect, tests,
 };
 use flashover::{Compute, Policy};
 use serde::Serialize;
@@ -18,6 +18,7 @@ use serde::Serialize;
 use crate::interrupt;
 use crate::model_args::{DeviceArgs, choice};
 use crate::profile_command::{milliseconds, operators_table};
+use crate::unet_command::percentile;
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -365,6 +366,7 @@ fn bench(args: &BenchArgs) -> anyhow::Result<()> {
             let shapes: Vec<Vec<usize>> = inputs.iter().map(|own| own.shape().to_vec()).collect();
             let speed = graph.measure(inputs, *repetitions as usize)?;
             let (rewritten, plan) = graph.plan(&shapes)?;
+            let each: Vec<f64> = speed.each.iter().map(|own| own.as_nanos() as f64).collect();
             let row = Row {
                 build_commit: crate::commit(),
                 arch_id: device.profile().id.to_string(),
@@ -374,8 +376,8 @@ fn bench(args: &BenchArgs) -> anyhow::Result<()> {
                 passes: on.clone(),
                 first_ns: speed.first.as_nanos() as f64,
                 frame_ns: speed.frame.as_nanos() as f64,
-                p50_ns: percentile(&speed, 0.5),
-                p95_ns: percentile(&speed, 0.95),
+                p50_ns: percentile(&each, 0.5),
+                p95_ns: percentile(&each, 0.95),
                 captured: speed.captured,
                 rewritten: rewritten.into_iter().filter(|own| own.1 > 0).collect(),
                 planned: plan.arena,
@@ -392,13 +394,6 @@ fn bench(args: &BenchArgs) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-fn percentile(speed: &Speed, share: f64) -> f64 {
-    let mut sorted = speed.each.clone();
-    sorted.sort_unstable();
-    let at = ((sorted.len().saturating_sub(1)) as f64 * share).round() as usize;
-    sorted.get(at).map_or(f64::NAN, |own| own.as_nanos() as f64)
 }
 
 const HEADER: &str = "\
@@ -426,6 +421,11 @@ fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
     let device = load.device.open()?;
     let graph = Graph::open(&file.model, &device, &load.options(file, passes))?;
     let profile = graph.profile(graph.random(usize::from(*batch))?)?;
+    if profile.trace.launches.is_empty() {
+        bail!(
+            "the device recorded no kernels: Burn's CPU backend has none\nhint: profile with --backend cuda or vulkan"
+        );
+    }
     let busy = profile.trace.busy_ns();
     let mut text =
         format!("{} ms in {} kernels\n", milliseconds(busy), profile.trace.launches.len());

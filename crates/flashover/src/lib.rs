@@ -20,7 +20,7 @@
 //!
 //! [`Engine`] loads a model from a Hugging Face folder and generates text. [`quantize_model`](quantize::quantize_model)
 //! writes a model's weights in 4 or 8 bits. [`train`] trains adapters or all weights, [`grpo`] on rewards of their own
-//! completions. [`unet`] runs U-Nets of diffusers, [`onnx`] any ONNX graph. `hub::Hub` downloads models from the Hugging
+//! completions. [`unet`] runs U-Nets of diffusers, [`onnx`] ONNX graphs. `hub::Hub` downloads models from the Hugging
 //! Face Hub. [`monitor`] reads temperature, power, clocks, memory and load of every device, as text and for Prometheus.
 //!
 //! # Features

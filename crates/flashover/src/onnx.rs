@@ -1,4 +1,4 @@
-//! ONNX graphs: any model file, imported and run with our kernels.
+//! ONNX graphs, imported from files and run with our kernels.
 //!
 //! ```no_run
 //! use flashover::onnx::{Graph, GraphOptions};

@@ -250,8 +250,9 @@ impl Model {
             graph.values[*id].ty.learn(Type { dtype: None, shape: Some(shape) });
         }
         let more = rewrite(&mut graph, self.opset, &self.options.passes);
-        let counts = self.rewritten.iter().zip(more);
-        let counts = counts.map(|((name, before), (_, own))| (*name, before + own)).collect();
+        let counts =
+            self.rewritten.iter().zip(more).map(|((name, before), (_, own))| (*name, before + own));
+        let counts = counts.collect();
         if let Some(dtype) = self.options.dtype.filter(|dtype| *dtype != DType::F32) {
             precision::convert(&mut graph, dtype, &self.options.keep_f32)?;
         }
@@ -344,5 +345,5 @@ pub fn inspect(
 fn rewrite(graph: &mut Graph, opset: i64, on: &Passes) -> Counts {
     fold::fold(graph, opset, &Devices::host());
     graph.sweep();
-    passes::apply(graph, on)
+    passes::apply(graph, opset, on)
 }

@@ -9,7 +9,7 @@ use ops::Lifetime;
 use crate::graph::{Graph, Node};
 
 /// Operators whose results our kernels make, on a device that has them.
-const PLACED: [&str; 12] = [
+const PLACED: [&str; 10] = [
     "Conv",
     "GroupNormalization",
     "LayerNormalization",
@@ -19,22 +19,17 @@ const PLACED: [&str; 12] = [
     "flashover::Conv",
     "flashover::GroupNorm",
     "flashover::Linear",
-    "flashover::Norm",
     "flashover::Pointwise",
-    "flashover::Softmax",
 ];
 
 /// Operators of Burn whose results are new memory, and no views.
-const FRESH: [&str; 12] = [
+const FRESH: [&str; 9] = [
     "ArgMax",
     "AveragePool",
     "GatherND",
     "GlobalAveragePool",
     "LogSoftmax",
     "MaxPool",
-    "ReduceMax",
-    "ReduceMean",
-    "ReduceSum",
     "Softmax",
     "TopK",
     "Where",

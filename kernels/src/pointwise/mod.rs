@@ -12,8 +12,8 @@
 //! one tensor moves 2n times its bytes.
 //!
 //! Layout: the caller orders the dimensions as the result lies in memory, and merges those that every operand walks through evenly.
-//! What is left is one dimension for most chains, two where a vector broadcasts. Along the innermost one an operand is read in
-//! vectors, or as one element if its stride is 0; any other stride is read element by element.
+//! Most chains keep one dimension; those with a vector that broadcasts keep two. Along the innermost one an operand is read in
+//! vectors, or as one element if its stride is 0. If an operand has any other stride there, all are read element by element.
 
 mod kernel;
 mod problem;

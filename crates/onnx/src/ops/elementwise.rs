@@ -14,6 +14,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             "whether it trains is an input: dropout while training is random".to_owned()
         ));
     }
+    if call.opset < 7 && call.int("broadcast") == Some(1) && call.int("axis").is_some() {
+        return Some(Err("broadcasting by an axis (opset 6) is not supported".to_owned()));
+    }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
     Some(Ok(run))
 }

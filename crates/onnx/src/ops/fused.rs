@@ -14,7 +14,7 @@ use super::linear::product;
 use super::norm::{grouped, normed, scaled};
 use super::windows::{Windows, convolved};
 use super::{Call, Inputs, Read, axis};
-use crate::array::Array;
+use crate::array::{Array, Order};
 use crate::passes::place;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -281,8 +281,12 @@ fn attention(call: &Call<'_>) -> super::Run {
                 scores = scores.plus(mask.cast(dtype));
             }
             let last = scores.rank() - 1;
-            let shares = Dispatch::softmax(scores.cast(DType::F32).into_inner(), last);
-            return Ok(vec![product(inputs.ctx, Array::of(shares).cast(dtype), v)?]);
+            let shares = Array::of(Dispatch::softmax(scores.cast(DType::F32).into_inner(), last));
+            // As our kernel: a row that the mask hides gives 0.
+            let zero = Array::full(&[], 0f64.into(), DType::F32, &shares.device());
+            let shown = shares.clone().compared(shares.clone(), Order::Equal);
+            let shares = shown.choose(shares, zero)?.cast(dtype);
+            return Ok(vec![product(inputs.ctx, shares, v)?]);
         }
         // Masks of `[heads, rows, columns]` belong to tensors of rank 3.
         let mask = mask.map(|own| own.cast(dtype).tensor::<4>());

@@ -42,6 +42,7 @@ impl Product {
     }
 }
 
+/// Returns true for a number that is another one, as a constant of 16 bits may hold it.
 fn near(have: f64, want: f64) -> bool {
     (have - want).abs() <= 1e-3 * want.abs()
 }

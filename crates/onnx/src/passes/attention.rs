@@ -1,4 +1,7 @@
 //! `softmax(α · q·kᵀ + mask) · v` from its parts.
+//!
+//! A row whose mask is -∞ everywhere gives 0. Exporters guard it by `Where(IsNaN(softmax), 0, softmax)`; without the guard the parts
+//! would give NaN.
 
 use crate::graph::{Attribute, Node, ValueId};
 
@@ -16,12 +19,11 @@ struct Scores {
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "MatMul")?;
     let (weights, v) = (node.x()?, node.input(1)?);
-    let softmax = view.made_for_one(weights, "Softmax")?;
+    let softmax = softmax(view, weights)?;
     let rank = view.dims(softmax.x()?)?.len();
-    let last = rank as i64 - 1;
-    if !matches!(softmax.int("axis").unwrap_or(-1), own if own == -1 || own == last)
-        || !(3..=4).contains(&rank)
-    {
+    // Until opset 12 the axis was another one, unless it is given.
+    let axis = softmax.int("axis")?;
+    if (axis != -1 && axis != rank as i64 - 1) || !(3..=4).contains(&rank) {
         return None;
     }
     let Scores { q, turned, scale, mask } = scores(view, softmax.x()?)?;
@@ -43,6 +45,18 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         .with("scale", Attribute::Float(scale as f32));
     view.replace(at, own);
     Some(())
+}
+
+/// Returns the softmax that makes the weights, with or without a guard.
+fn softmax<'a>(view: &'a View<'_>, weights: ValueId) -> Option<&'a Node> {
+    let Some(guard) = view.made_for_one(weights, "Where") else {
+        return view.made_for_one(weights, "Softmax");
+    };
+    let own = guard.input(2)?;
+    let is_guard = view.made_for_one(guard.x()?, "IsNaN")?.x() == Some(own);
+    let only = view.readers(own).len() == 2 && !view.is_output(own);
+    (is_guard && only && view.number(guard.input(1)?) == Some(0.0))
+        .then(|| view.made_by(own, "Softmax"))?
 }
 
 fn scores(view: &View<'_>, id: ValueId) -> Option<Scores> {

@@ -129,8 +129,9 @@ impl Passes {
 }
 
 /// Runs the passes that are on, and returns how often each rewrote something.
-pub(crate) fn apply(graph: &mut Graph, on: &Passes) -> Vec<(&'static str, usize)> {
-    let passes = PASSES.iter().filter(|pass| on.has(pass.name));
+pub(crate) fn apply(graph: &mut Graph, opset: i64, on: &Passes) -> Vec<(&'static str, usize)> {
+    // Until opset 6, operators broadcast by attributes, which passes do not read.
+    let passes = PASSES.iter().filter(|pass| on.has(pass.name) && opset >= 7);
     let run = |pass: &Pass| {
         let mut view = View::new(graph);
         let count = (0..view.len()).filter(|at| (pass.rewrite)(&mut view, *at).is_some()).count();

@@ -28,12 +28,6 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
             let number = view.number(node.input(1)?);
             (number == Some(if node.op == "Sub" { 0.0 } else { 1.0 })).then_some(x)
         }
-        // softmax(x) where it is a number: exporters guard against rows without keys.
-        "Where" => {
-            let guard = view.made_by(x, "IsNaN")?;
-            let own = node.input(2)?;
-            (guard.x() == Some(own) && view.number(node.input(1)?) == Some(0.0)).then_some(own)
-        }
         "Transpose" => return transposed_twice(view, at),
         _ => None,
     }?;

@@ -4,6 +4,7 @@ use burn::tensor::TensorData;
 
 use crate::graph::{Attribute, Node, ValueId};
 
+use super::epilogues::flat;
 use super::view::{View, in_place_of};
 
 /// Layer norms and RMS norms of the last dimension: the part without weights, then a factor and a bias for each column.
@@ -143,9 +144,7 @@ pub(super) fn groups(view: &mut View<'_>, at: usize) -> Option<()> {
                 .filter(|id| view.constant(*id).is_some_and(|own| own.shape.len() > 1))
                 .collect();
             for id in changed {
-                let data = view.constant(id)?.data();
-                let (dtype, len) = (data.dtype(), data.num_elements());
-                let flat = TensorData::from_bytes(data.into_bytes(), [len], dtype);
+                let flat = flat(view.constant(id)?.data());
                 let flat = view.add_constant(flat);
                 own.inputs
                     .iter_mut()

@@ -6,6 +6,7 @@ use burn::tensor::TensorData;
 
 use crate::graph::{Attribute, Node, Type, ValueId};
 
+use super::epilogues::flat;
 use super::view::{View, in_place_of};
 
 /// A product that can be joined with others of the same input.
@@ -45,9 +46,7 @@ pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
     let bias = match first.bias {
         None => None,
         Some(_) => {
-            let each = parts
-                .iter()
-                .map(|own| Some(super::epilogues::flat(view.constant(own.bias?)?.data())));
+            let each = parts.iter().map(|own| Some(flat(view.constant(own.bias?)?.data())));
             Some(joined(&each.collect::<Option<Vec<_>>>()?, 0))
         }
     };

@@ -294,3 +294,19 @@ fn switches_name_passes() {
     let why = Passes::parse("fast").expect_err("no pass").to_string();
     assert!(why.contains("no pass is named `fast`"), "{why}");
 }
+
+#[test]
+fn a_row_that_its_mask_hides_gives_zeros() {
+    let mut own = Build::new(&[1, 2, 4, 8]);
+    let hidden: Vec<f32> = (0..16).map(|at| if at < 4 { f32::NEG_INFINITY } else { 0.0 }).collect();
+    let mask = own.numbers(&[1, 1, 4, 4], hidden);
+    let zero = own.number(0.0);
+    let k = own.node("Transpose", &["x"], &[("perm", &[0, 1, 3, 2])]);
+    let scores = own.node("MatMul", &["x", &k], &[]);
+    let scores = own.node("Add", &[&scores, &mask], &[]);
+    let shares = own.node("Softmax", &[&scores], &[("axis", &[3])]);
+    let none = own.node("IsNaN", &[&shares], &[]);
+    let shares = own.node("Where", &[&none, &zero, &shares], &[]);
+    let y = own.node("MatMul", &[&shares, "x"], &[]);
+    own.check(&y, &["attention"]);
+}

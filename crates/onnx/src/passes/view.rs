@@ -90,7 +90,8 @@ impl<'a> View<'a> {
     /// Returns the only node that reads a value, with its place.
     pub(super) fn only_reader(&self, id: ValueId) -> Option<(usize, &Node)> {
         let at = *self.readers[id].first().filter(|_| self.is_read_once(id))?;
-        Some((at, self.node(at)?))
+        // A node that was inserted may read it, before the one at this place.
+        Some((at, self.node(at).filter(|node| node.inputs.contains(&Some(id)))?))
     }
 
     pub(super) fn ty(&self, id: ValueId) -> &Type {
