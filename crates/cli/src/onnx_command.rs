@@ -1,6 +1,6 @@
 //! `flashover onnx`: graphs of ONNX.
 
-mod tensors;
+pub(crate) mod tensors;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -67,7 +67,7 @@ impl Precision {
 }
 
 /// A dimension with its length.
-fn dimension(text: &str) -> Result<(String, u64), String> {
+pub(crate) fn dimension(text: &str) -> Result<(String, u64), String> {
     let (name, length) =
         text.split_once('=').ok_or("expected NAME=LENGTH\nhint: use, for example, batch=1")?;
     let length: u64 = length

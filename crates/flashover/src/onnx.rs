@@ -30,10 +30,11 @@ use crate::engine::Ceilings;
 use crate::options::Compute;
 
 pub use ::onnx::conformance::{Outcome, Test, tests};
+pub use ::onnx::layers;
 pub use ::onnx::passes::{PASSES, Pass, Passes};
 pub use ::onnx::{
     Counts, Fault, Inspection, OnnxError, Plan, Speed, ValueType, decode_tensor, encode_tensor,
-    inspect,
+    inspect, random,
 };
 
 /// Settings of a graph.

@@ -51,6 +51,11 @@ pub(crate) const fn host() -> DispatchDevice {
     DispatchDevice::Flex(FlexDevice)
 }
 
+/// Returns true if our kernels run on a device.
+pub(crate) const fn has_kernels(device: &DispatchDevice) -> bool {
+    matches!(device, DispatchDevice::Cube(_))
+}
+
 impl Devices {
     pub(crate) fn new(device: DispatchDevice, ctx: Ctx) -> Self {
         Self { device, host: host(), ctx, keeps: true, constants: Mutex::default() }
@@ -66,7 +71,7 @@ impl Devices {
 
     /// Returns true if our kernels run on the device.
     pub(crate) const fn has_kernels(&self) -> bool {
-        matches!(self.device, DispatchDevice::Cube(_))
+        has_kernels(&self.device)
     }
 
     /// Returns a constant as elements of a type, on the device.

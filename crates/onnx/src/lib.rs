@@ -10,6 +10,7 @@ mod error;
 mod fold;
 mod frames;
 mod graph;
+pub mod layers;
 mod model;
 mod ops;
 pub mod passes;
@@ -27,6 +28,6 @@ mod types;
 
 pub use error::{Fault, OnnxError};
 pub use graph::ValueType;
-pub use model::{Counts, Inspection, Model, Options, Speed, inspect};
+pub use model::{Counts, Inspection, Model, Options, Speed, inspect, random};
 pub use plan::Plan;
 pub use tensor::{decode_tensor, encode_tensor};

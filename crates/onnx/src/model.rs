@@ -60,6 +60,29 @@ type Shapes = Vec<Vec<usize>>;
 /// Number of rewrites of a graph by each pass, with its name.
 pub type Counts = Vec<(&'static str, usize)>;
 
+/// Returns random tensors of declared types. Dimensions without a number have `length`.
+///
+/// # Errors
+/// [`OnnxError::Input`] for a value whose type is not known.
+pub fn random(values: &[ValueType], length: usize) -> Result<Vec<TensorData>, OnnxError> {
+    let each = |(at, value): (usize, &ValueType)| {
+        let unknown = || OnnxError::Input {
+            name: value.name.clone(),
+            why: "its type is not known".to_owned(),
+        };
+        let (dtype, shape) = value.dtype.zip(value.shape.as_ref()).ok_or_else(unknown)?;
+        let shape: Vec<usize> = shape.iter().map(|own| own.parse().unwrap_or(length)).collect();
+        let spread = if dtype.is_float() {
+            Distribution::Normal(0.0, 1.0)
+        } else {
+            Distribution::Uniform(0.0, 2.0)
+        };
+        let mut rng = ChaCha8Rng::seed_from_u64(at as u64);
+        Ok(TensorData::random::<f32, _, _>(shape, spread, &mut rng).convert_dtype(dtype))
+    };
+    values.iter().enumerate().map(each).collect()
+}
+
 impl Model {
     /// Loads a model.
     ///
@@ -96,23 +119,7 @@ impl Model {
     /// # Errors
     /// [`OnnxError::Input`] for an input whose type is not known.
     pub fn random(&self, length: usize) -> Result<Vec<TensorData>, OnnxError> {
-        let each = |id: &usize| {
-            let value = &self.graph.values[*id];
-            let unknown = || OnnxError::Input {
-                name: value.name.clone(),
-                why: "its type is not known".to_owned(),
-            };
-            let (dtype, shape) = value.ty.dtype.zip(value.ty.shape.as_ref()).ok_or_else(unknown)?;
-            let shape: Vec<usize> = shape.iter().map(|own| own.unwrap_or(length)).collect();
-            let spread = if dtype.is_float() {
-                Distribution::Normal(0.0, 1.0)
-            } else {
-                Distribution::Uniform(0.0, 2.0)
-            };
-            let mut rng = ChaCha8Rng::seed_from_u64(*id as u64);
-            Ok(TensorData::random::<f32, _, _>(shape, spread, &mut rng).convert_dtype(dtype))
-        };
-        self.graph.inputs.iter().map(each).collect()
+        random(&self.inputs(), length)
     }
 
     /// Runs the model. Inputs are in the order of [`Model::inputs`].

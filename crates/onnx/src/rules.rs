@@ -148,6 +148,8 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             *shape.last_mut()? = ty(1)?.shape.as_ref()?[usize::from(!turned)];
             shape
         }
+        // Without a key, all are in the first input.
+        "com.microsoft::GroupQueryAttention" => ty(1).and(x.shape.clone())?,
         "flashover::Attention" => {
             let mut shape = x.shape.clone()?;
             *shape.last_mut()? = *ty(2)?.shape.as_ref()?.last()?;

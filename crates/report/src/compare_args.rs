@@ -25,8 +25,17 @@ const WINDOW: usize = 512;
 #[derive(Debug, Args)]
 pub struct CompareArgs {
     /// Folder with config.json and safetensors; a name on the Hugging Face Hub is not accepted
-    #[arg(long, short, value_name = "DIR")]
-    pub model: PathBuf,
+    #[arg(long, short, value_name = "DIR", required_unless_present = "onnx")]
+    model: Option<PathBuf>,
+    /// ONNX file in place of a model folder: its outputs and its speed on each backend
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    pub onnx: Option<PathBuf>,
+    /// Input of the ONNX graph: [NAME=]FILE with .npy, .pb or .safetensors; may be repeated [default: random numbers]
+    #[arg(long = "input", value_name = "[NAME=]FILE", requires = "onnx")]
+    pub inputs: Vec<String>,
+    /// Length of a dimension of the ONNX graph that has a name, such as batch=1; may be repeated. Others have length 1
+    #[arg(long = "dim", value_name = "NAME=LENGTH", requires = "onnx")]
+    pub dimensions: Vec<String>,
     /// Backends to compare, each in every precision: `auto`, `all`, or a list of cuda, vulkan, webgpu, cpu; the first
     /// result is the reference
     #[arg(long, default_value = "all", value_name = "LIST")]
@@ -111,20 +120,25 @@ fn token(text: &str) -> Result<u32, String> {
 }
 
 impl CompareArgs {
+    /// Returns the folder of the model; an empty path for an ONNX graph.
+    pub fn model(&self) -> &Path {
+        self.model.as_deref().unwrap_or(Path::new(""))
+    }
+
     /// Checks that the files of the command line can be used. Returns the context length for perplexity in tokens.
     ///
     /// # Errors
     /// A mistake of the caller, with a hint.
     pub fn check_files(&self) -> Result<usize> {
         let hint = "pass a Hugging Face folder with config.json and safetensors";
-        let path = self.model.join("config.json");
+        let path = self.model().join("config.json");
         let shown = path.display();
         let config = fs::read_to_string(&path)
             .map_err(|why| usage(format!("cannot read {shown}: {why}"), hint))?;
         let config: Value = serde_json::from_str(&config)
             .map_err(|why| usage(format!("{shown} is not JSON: {why}"), hint))?;
         if !self.has_tokenizer() {
-            let shown = self.model.display();
+            let shown = self.model().display();
             let without = |what: &str, hint: &str| {
                 Err(usage(format!("{shown} has no tokenizer.json, so {what}"), hint))
             };
@@ -141,7 +155,7 @@ impl CompareArgs {
 
     /// True if the model has a tokenizer.
     pub fn has_tokenizer(&self) -> bool {
-        self.model.join("tokenizer.json").is_file()
+        self.model().join("tokenizer.json").is_file()
     }
 }
 

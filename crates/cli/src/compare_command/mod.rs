@@ -9,7 +9,10 @@
 //!
 //! Each line is a separate process, so that a crash loses only one subject. The reference is the first subject with
 //! tokens and logits.
+//!
+//! For an ONNX graph, the outputs are compared in place of tokens and logits.
 
+mod graph;
 mod numbers;
 mod program;
 mod subject;
@@ -33,11 +36,14 @@ const BYTES_AT_ONCE: usize = 512 << 20;
 const TOKENS_AT_ONCE: usize = 16 << 10;
 
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
+    if let Some(file) = &args.onnx {
+        return graph::run(args, file);
+    }
     let window = args.check_files()?;
     let flashover = || report::own("flashover");
     let chosen = Doctor::ask(flashover()?)?.choose(&args.backend, false)?;
     chosen.check_profile(args.profile.as_deref())?;
-    let tokenizer = args.has_tokenizer().then(|| Tokenizer::open(&args.model)).transpose()?;
+    let tokenizer = args.has_tokenizer().then(|| Tokenizer::open(args.model())).transpose()?;
     let model = Model { flashover: &flashover, args };
     let task = Task::new(&model, tokenizer.as_ref(), window)?;
     command::note!("{chosen}");
@@ -104,7 +110,7 @@ impl<'a> Task<'a> {
             }
         }
         Report {
-            model: self.args.model.display().to_string(),
+            model: self.args.model().display().to_string(),
             profile: self.args.profile.clone(),
             prompt: self.prompt.clone(),
             text: self.text.as_ref().zip(self.args.text.as_deref()).map(|(text, file)| Text {

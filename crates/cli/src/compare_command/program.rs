@@ -97,7 +97,7 @@ impl Model<'_> {
 
     fn run(&self, on: Subject, name: &str, more: &[&str]) -> Result<Output, Failure> {
         let mut command = (self.flashover)().map_err(|why| format!("{why:#}"))?;
-        command.arg(name).arg("--model").arg(&self.args.model);
+        command.arg(name).arg("--model").arg(self.args.model());
         command.args(["--backend", on.backend.name(), "--kv-cache", on.kv]);
         let profile = self.args.profile.as_deref().filter(|_| on.backend == Backend::Cuda);
         let options = [

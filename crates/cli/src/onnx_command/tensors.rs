@@ -19,7 +19,7 @@ fn kind(path: &Path) -> &str {
 }
 
 /// Reads tensors by name. A `.npy` has no name, and a `.pb` may have none.
-pub(super) fn read(path: &Path) -> anyhow::Result<Vec<(Option<String>, TensorData)>> {
+pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<(Option<String>, TensorData)>> {
     let shown = path.display();
     let bytes = || {
         let meta = fs::metadata(path).with_context(|| format!("cannot read {shown}"))?;
@@ -99,7 +99,7 @@ fn of_safetensors(bytes: &[u8]) -> anyhow::Result<Vec<(Option<String>, TensorDat
 }
 
 /// Encodes tensors for a file with this name: one for `.npy` and `.pb`, any number for safetensors.
-pub(super) fn encode(
+pub(crate) fn encode(
     path: &Path,
     tensors: &BTreeMap<String, TensorData>,
 ) -> anyhow::Result<Vec<u8>> {

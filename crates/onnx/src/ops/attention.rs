@@ -1,12 +1,23 @@
-//! Attention.
+//! Attention: what each query sees of the keys, and the operator `Attention` of ONNX.
+//!
+//! ```text
+//! s[i, j] = softcap(scale · q[i] · k[j]) + mask[i, j]      out[i] = Σ_j softmax_j(s)[i, j] · v[j]
+//! ```
+//!
+//! Query i sees the keys up to i + offset, or a window of them. Scores and shares are in f32, or in f64. A query that sees no key
+//! gives 0.
 
-use burn::backend::Dispatch;
+use std::sync::Arc;
+
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
+use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{DType, TensorData};
+use ops::{AttentionOptions, Ctx};
 
+use super::fused::is_ours;
 use super::linear::product;
-use super::{Call, Inputs, Read, Run};
-use crate::array::{Array, Kind, scalar_of};
+use super::{Call, Read, Run};
+use crate::array::{Array, Kind, Order, scalar_of};
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -16,179 +27,292 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Which scores the fourth result has.
+/// Scores of an attention that are a result, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Scores {
+pub(crate) enum Scores {
     Plain,
     Capped,
     Masked,
     Shares,
 }
 
-#[derive(Debug, Clone)]
-struct Options {
-    causal: bool,
-    heads: Option<usize>,
-    kv_heads: Option<usize>,
-    scale: Option<f64>,
-    softcap: f64,
-    scores: Scores,
-    precision: Option<DType>,
+/// Heads of an attention.
+pub(crate) struct Heads {
+    /// `[batch, heads, rows, size]`
+    pub(crate) q: Array,
+    /// `[batch, heads of keys, columns, size]`; their number divides that of q.
+    pub(crate) k: Array,
+    /// `[batch, heads of keys, columns, size of values]`
+    pub(crate) v: Array,
+}
+
+/// Scores of an attention, and what each query sees.
+#[derive(Clone)]
+pub(crate) struct Scoring {
+    /// Our kernels run on the device.
+    pub(crate) ours: bool,
+    /// Factor on q·kᵀ; none means 1 / √size.
+    pub(crate) scale: Option<f64>,
+    /// 0 for none.
+    pub(crate) softcap: f64,
+    /// Numbers to add. They broadcast to the scores.
+    pub(crate) masks: Vec<Array>,
+    /// Query i sees the keys up to i + this offset.
+    pub(crate) causal: Option<usize>,
+    /// With `causal`: the number of keys that it sees at most.
+    pub(crate) window: Option<usize>,
+    /// A score of each head that takes a share and has no value: `[heads]`.
+    pub(crate) sinks: Option<Array>,
+    /// Element type of the shares; none means that of the scores.
+    pub(crate) precision: Option<DType>,
+    /// Scores to return.
+    pub(crate) shown: Option<Scores>,
+}
+
+impl Scoring {
+    pub(super) fn new(call: &Call<'_>) -> Self {
+        Self {
+            scale: call.float("scale").filter(|own| *own != 0.0),
+            softcap: call.float("softcap").unwrap_or(0.0),
+            ..Self::plain(call.has_kernels())
+        }
+    }
+
+    /// Scores without masks, with the usual factor.
+    pub(crate) const fn plain(ours: bool) -> Self {
+        Self {
+            ours,
+            scale: None,
+            softcap: 0.0,
+            masks: Vec::new(),
+            causal: None,
+            window: None,
+            sinks: None,
+            precision: None,
+            shown: None,
+        }
+    }
+}
+
+/// Returns the result `[batch, heads, rows, size of values]`, and the scores that are asked for.
+///
+/// # Errors
+/// Heads that do not fit; the device failed.
+pub(crate) fn attend(
+    ctx: &Ctx,
+    heads: Heads,
+    scoring: Scoring,
+) -> Result<(Array, Option<Array>), String> {
+    let Heads { q, k, v } = heads;
+    let [batch, count, rows, size] = q.shape()[..] else { return Err("q has no heads".to_owned()) };
+    let (kv_heads, columns) = (k.shape()[1], k.shape()[2]);
+    if kv_heads == 0 || count % kv_heads != 0 {
+        return Err(format!("{kv_heads} heads of keys do not divide {count}"));
+    }
+    let dtype = q.dtype();
+    let ends = scoring.causal.is_none_or(|offset| offset + rows == columns);
+    let plain = scoring.sinks.is_none() && scoring.shown.is_none() && ends;
+    if scoring.ours && plain && is_ours(dtype) && v.shape()[3] == size && v.dtype() == dtype {
+        let mask = scoring.masks.into_iter().map(|own| own.cast(dtype)).reduce(Array::plus);
+        let options = AttentionOptions {
+            scale: scoring.scale.map(|own| own as f32),
+            softcap: (scoring.softcap > 0.0).then_some(scoring.softcap as f32),
+            causal: scoring.causal.is_some(),
+            window: scoring.window.map(|own| own as u32),
+            ..AttentionOptions::default()
+        };
+        let [q, k, v] = [q, k, v].map(Array::tensor::<4>);
+        let out = ops::attention(ctx, q, k, v, None, mask.map(Array::tensor), options);
+        return Ok((Array::of_tensor(out.map_err(|why| why.to_string())?), None));
+    }
+    // Each head of keys for its group of queries.
+    let shared = |own: Array| {
+        let [batch, kv_heads, positions, size] = own.shape()[..] else { unreachable!("rank 4") };
+        let each = own.reshape(&[batch, kv_heads, 1, positions, size]);
+        let each = each.expand(&[batch, kv_heads, count / kv_heads, positions, size]);
+        each.reshape(&[batch, count, positions, size])
+    };
+    let (k, v) = if kv_heads == count { (k, v) } else { (shared(k), shared(v)) };
+    let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let scale = scoring.scale.unwrap_or(1.0 / (size as f64).sqrt());
+    // Half of the factor on each side, so that products of f16 stay in its range. The sign stays with q.
+    let scaled = |own: Array, by: f64| own.cast(wide).times_number(by);
+    let (q, k) = (scaled(q, scale.abs().sqrt() * scale.signum()), scaled(k, scale.abs().sqrt()));
+    let mut scores = product(ctx, q, k.permute(&[0, 1, 3, 2]))?;
+    let mut shown = (scoring.shown == Some(Scores::Plain)).then(|| scores.clone());
+    if scoring.softcap > 0.0 {
+        let cap = scoring.softcap;
+        scores = scores.times_number(1.0 / cap).float(Dispatch::float_tanh).times_number(cap);
+    }
+    if scoring.shown == Some(Scores::Capped) {
+        shown = Some(scores.clone());
+    }
+    let device = scores.device();
+    let seen = scoring.causal.map(|offset| {
+        let window = scoring.window.unwrap_or(usize::MAX);
+        let sees = |row: usize, column: usize| {
+            let last = row + offset;
+            column <= last && last - column < window
+        };
+        seen([1, rows, columns], |_, row, column| sees(row, column), &device)
+    });
+    for mask in scoring.masks.into_iter().chain(seen) {
+        scores = scores.plus(mask.cast(wide));
+    }
+    if scoring.shown == Some(Scores::Masked) {
+        shown = Some(scores.clone());
+    }
+    if let Some(sinks) = scoring.sinks {
+        let each = sinks.cast(wide).reshape(&[1, count, 1, 1]).expand(&[batch, count, rows, 1]);
+        scores = Array::concat(vec![scores, each], 3);
+    }
+    let narrow = scoring.precision.filter(|own| own.is_float()).unwrap_or(wide);
+    let scores = scores.cast(narrow).cast(wide);
+    let most = Array::of(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
+    let number = |value: f64| Array::full(&[], scalar_of(value, wide), wide, &device);
+    let hidden = most.compared(number(f64::NEG_INFINITY), Order::Equal);
+    let shares = Array::of(Dispatch::softmax(scores.into_inner(), 3)).narrow(3, 0, columns);
+    let shares = hidden.choose(number(0.0), shares)?;
+    if scoring.shown == Some(Scores::Shares) {
+        shown = Some(shares.clone());
+    }
+    let out = product(ctx, shares, v.cast(wide))?.cast(dtype);
+    Ok((out, shown.map(|own| own.cast(dtype))))
+}
+
+/// Returns numbers to add to scores `[batch, 1, rows, columns]`: 0 where a query sees a key, -∞ elsewhere.
+pub(super) fn seen(
+    [batch, rows, columns]: [usize; 3],
+    sees: impl Fn(usize, usize, usize) -> bool,
+    device: &DispatchDevice,
+) -> Array {
+    let mut all = Vec::with_capacity(batch * rows * columns);
+    for each in 0..batch {
+        for row in 0..rows {
+            let number = |column| if sees(each, row, column) { 0.0 } else { f32::NEG_INFINITY };
+            all.extend((0..columns).map(number));
+        }
+    }
+    Array::from_data(TensorData::new(all, [batch, 1, rows, columns]), device)
+}
+
+/// Splits the last dimension into heads: `[batch, positions, heads · size]` becomes `[batch, heads, positions, size]`.
+///
+/// # Errors
+/// The rank is not 3, or the heads do not divide the width.
+pub(crate) fn split(x: Array, heads: usize) -> Result<Array, String> {
+    let [batch, positions, width] = x.shape()[..] else {
+        return Err(format!("an operand of rank {} has no heads", x.rank()));
+    };
+    if heads == 0 || width % heads != 0 {
+        return Err(format!("{heads} heads do not divide {width} numbers"));
+    }
+    Ok(x.reshape(&[batch, positions, heads, width / heads]).permute(&[0, 2, 1, 3]))
+}
+
+/// Joins heads: the inverse of [`split`].
+pub(crate) fn joined(x: Array) -> Array {
+    let [batch, heads, positions, size] = x.shape()[..] else { unreachable!("rank 4") };
+    x.permute(&[0, 2, 1, 3]).reshape(&[batch, positions, heads * size])
 }
 
 fn attention(call: &Call<'_>) -> Result<Run, String> {
     let count = |name: &str| call.int(name).map(|own| own as usize);
-    let options = Options {
-        causal: call.flag("is_causal"),
-        heads: count("q_num_heads"),
-        kv_heads: count("kv_num_heads"),
-        scale: call.float("scale"),
-        softcap: call.float("softcap").unwrap_or(0.0),
-        scores: match call.int("qk_matmul_output_mode").unwrap_or(0) {
-            0 => Scores::Plain,
-            1 => Scores::Capped,
-            2 => Scores::Masked,
-            3 => Scores::Shares,
-            other => return Err(format!("scores of kind {other} are not supported")),
-        },
+    let heads = [count("q_num_heads"), count("kv_num_heads"), count("kv_num_heads")];
+    let causal = call.flag("is_causal");
+    let side = |name: &str| call.int(name).and_then(|own| usize::try_from(own).ok());
+    let (left, right) = (side("left_window_size"), side("right_window_size"));
+    let kind = match call.int("qk_matmul_output_mode").unwrap_or(0) {
+        0 => Scores::Plain,
+        1 => Scores::Capped,
+        2 => Scores::Masked,
+        3 => Scores::Shares,
+        other => return Err(format!("scores of kind {other} are not supported")),
+    };
+    let scoring = Arc::new(Scoring {
         precision: call
             .int("softmax_precision")
             .map(|own| tensor::dtype(own as i32))
             .transpose()?,
-    };
-    Ok(Box::new(move |inputs| attend(inputs, &options)))
-}
-
-/// Returns `[batch, heads, positions, size]`.
-fn with_heads(x: Array, heads: Option<usize>) -> Result<Array, String> {
-    match x.shape()[..] {
-        [_, _, _, _] => Ok(x),
-        [batch, positions, width] => {
-            let heads = heads.ok_or("the number of heads is missing")?;
-            Ok(x.reshape(&[batch, positions, heads, width / heads]).permute(&[0, 2, 1, 3]))
+        shown: (call.outputs() > 3).then_some(kind),
+        ..Scoring::new(call)
+    });
+    Ok(Box::new(move |inputs| {
+        let mut flat = false;
+        let mut own = [inputs.get(0)?, inputs.get(1)?, inputs.get(2)?];
+        for (own, heads) in own.iter_mut().zip(heads) {
+            if own.rank() == 3 {
+                *own = split(own.clone(), heads.ok_or("the number of heads is missing")?)?;
+                flat = true;
+            }
         }
-        _ => Err("an operand has no rank of 3 or 4".to_owned()),
-    }
-}
-
-fn attend(inputs: &Inputs<'_>, options: &Options) -> Result<Vec<Array>, String> {
-    let q = inputs.get(0)?;
-    let (flat, dtype) = (q.rank() == 3, q.dtype());
-    let q = with_heads(q, options.heads)?;
-    let mut k = with_heads(inputs.get(1)?, options.kv_heads)?;
-    let mut v = with_heads(inputs.get(2)?, options.kv_heads)?;
-    let mut past = 0;
-    if let Some(own) = inputs.maybe(4) {
-        past = own.shape()[2];
-        k = Array::concat(vec![own, k], 2);
-    }
-    if let Some(own) = inputs.maybe(5) {
-        v = Array::concat(vec![own, v], 2);
-    }
-    let present = [k.clone(), v.clone()];
-    let [batch, heads, rows, size] = q.shape()[..] else { return Err("q has no heads".to_owned()) };
-    let (kv_heads, columns) = (k.shape()[1], k.shape()[2]);
-    if kv_heads == 0 || heads % kv_heads != 0 {
-        return Err(format!("{kv_heads} heads of keys do not divide {heads}"));
-    }
-    let shared = |own: Array| {
-        let [batch, heads_of, positions, size] = own.shape()[..] else { unreachable!("rank 4") };
-        let each = own.reshape(&[batch, heads_of, 1, positions, size]);
-        let each = each.expand(&[batch, heads_of, heads / heads_of, positions, size]);
-        each.reshape(&[batch, heads, positions, size])
-    };
-    let (k, v) = (shared(k), shared(v));
-    // Scores are computed in f32, or in f64.
-    let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let scale = options.scale.unwrap_or(1.0 / (size as f64).sqrt()).sqrt();
-    let scaled = |own: Array| own.cast(wide).times_number(scale);
-    let mut scores = product(inputs.ctx, scaled(q), scaled(k).permute(&[0, 1, 3, 2]))?;
-    let mut shown = scores.clone();
-    if options.softcap > 0.0 {
-        let cap = options.softcap;
-        scores = scores.times_number(1.0 / cap).float(Dispatch::float_tanh).times_number(cap);
-        if options.scores == Scores::Plain || options.scores == Scores::Capped {
-            shown = scores.clone();
+        let [q, mut k, mut v] = own;
+        let mut past = 0;
+        if let Some(own) = inputs.maybe(4) {
+            past = own.shape()[2];
+            k = Array::concat(vec![own, k], 2);
         }
-    }
-    for mask in [
-        given_mask(inputs, columns, wide)?,
-        causal(options, rows, columns, past, &scores),
-        padding(inputs, columns, batch, &scores)?,
-    ]
-    .into_iter()
-    .flatten()
-    {
-        scores = scores.plus(mask.cast(wide));
-    }
-    if options.scores == Scores::Masked {
-        shown = scores.clone();
-    }
-    let own = scores.shape();
-    let last = own.len() - 1;
-    let shares =
-        scores.cast(options.precision.filter(|own| own.is_float()).unwrap_or(wide)).cast(wide);
-    let shares = Array::of(Dispatch::softmax(shares.into_inner(), last));
-    if options.scores == Scores::Shares {
-        shown = shares.clone();
-    }
-    let mut out = product(inputs.ctx, shares, v.cast(wide))?;
-    if flat {
-        let width = heads * out.shape()[3];
-        out = out.permute(&[0, 2, 1, 3]).reshape(&[batch, rows, width]);
-    }
-    let [keys, values] = present;
-    Ok(vec![out.cast(dtype), keys, values, shown.cast(dtype)])
+        if let Some(own) = inputs.maybe(5) {
+            v = Array::concat(vec![own, v], 2);
+        }
+        let present = [k.clone(), v.clone()];
+        let (batch, rows, columns) = (q.shape()[0], q.shape()[2], k.shape()[2]);
+        let mask = inputs.maybe(3).map(|own| whole(as_numbers(own)?, columns)).transpose()?;
+        let lengths = inputs.maybe(6).map(|own| own.ints()).transpose()?;
+        if lengths.as_ref().is_some_and(|own| own.len() != batch) {
+            return Err(format!("the lengths of keys are not {batch}"));
+        }
+        // A mask that our kernel has no word for. Lengths put the last query at the last key.
+        let needed = lengths.is_some() || left.is_some() || right.is_some();
+        let own = needed.then(|| {
+            let sees = |each: usize, row: usize, column: usize| {
+                let column = column as i64;
+                let length = lengths.as_ref().map(|own| own[each]);
+                let at = row as i64 + length.map_or(past as i64, |own| own - rows as i64);
+                length.is_none_or(|own| column < own)
+                    && (!causal || column <= at)
+                    && left.is_none_or(|own| at - column <= own as i64)
+                    && right.is_none_or(|own| column - at <= own as i64)
+            };
+            seen([batch, rows, columns], sees, &q.device())
+        });
+        let scoring = Scoring {
+            causal: (causal && own.is_none()).then_some(past),
+            masks: mask.into_iter().chain(own).collect(),
+            ..(*scoring).clone()
+        };
+        let (out, shown) = attend(inputs.ctx, Heads { q, k, v }, scoring)?;
+        let [keys, values] = present;
+        let out = if flat { joined(out) } else { out };
+        Ok([out, keys, values].into_iter().chain(shown).collect())
+    }))
 }
 
-/// Returns the mask that is given, as numbers to add; columns that it lacks are masked.
-fn given_mask(inputs: &Inputs<'_>, columns: usize, wide: DType) -> Result<Option<Array>, String> {
-    let Some(mask) = inputs.maybe(3) else { return Ok(None) };
-    let device = mask.device();
-    let number =
-        |value: f64, shape: &[usize]| Array::full(shape, scalar_of(value, wide), wide, &device);
-    let mask = match mask.kind() {
-        Kind::Bool => mask.choose(number(0.0, &[]), number(f64::NEG_INFINITY, &[]))?,
-        _ => mask.cast(wide),
-    };
+/// Returns a mask as numbers to add: -∞ where it is false.
+///
+/// # Errors
+/// The device failed.
+pub(crate) fn as_numbers(mask: Array) -> Result<Array, String> {
+    if mask.kind() != Kind::Bool {
+        return Ok(mask);
+    }
+    let number = |value: f64| Array::full(&[], value.into(), DType::F32, &mask.device());
+    let (yes, no) = (number(0.0), number(f64::NEG_INFINITY));
+    mask.choose(yes, no)
+}
+
+/// Returns a mask for all columns; those that it lacks are hidden.
+///
+/// # Errors
+/// It has no dimensions.
+pub(crate) fn whole(mask: Array, columns: usize) -> Result<Array, String> {
     let mut shape = mask.shape();
-    let last = shape.len() - 1;
-    let more = columns.saturating_sub(shape[last]);
-    if more == 0 {
-        return Ok(Some(mask));
+    let last = shape.last_mut().ok_or("a mask has no dimensions")?;
+    if *last >= columns {
+        return Ok(mask);
     }
-    shape[last] = more;
-    Ok(Some(Array::concat(vec![mask, number(f64::NEG_INFINITY, &shape)], last)))
-}
-
-fn causal(
-    options: &Options,
-    rows: usize,
-    columns: usize,
-    past: usize,
-    like: &Array,
-) -> Option<Array> {
-    let value =
-        |row: usize, column: usize| if column > row + past { f32::NEG_INFINITY } else { 0.0 };
-    let all = || (0..rows).flat_map(|row| (0..columns).map(move |column| value(row, column)));
-    options.causal.then(|| {
-        let data = TensorData::new(all().collect::<Vec<f32>>(), [rows, columns]);
-        Array::from_data(data, &like.device())
-    })
-}
-
-/// Masks keys beyond the lengths of sequences.
-fn padding(
-    inputs: &Inputs<'_>,
-    columns: usize,
-    batch: usize,
-    like: &Array,
-) -> Result<Option<Array>, String> {
-    let Some(lengths) = inputs.maybe(6) else { return Ok(None) };
-    let lengths = lengths.ints()?;
-    let value =
-        |length: i64, column: usize| if (column as i64) < length { 0.0 } else { f32::NEG_INFINITY };
-    let all = lengths.iter().flat_map(|own| (0..columns).map(|column| value(*own, column)));
-    let data = TensorData::new(all.collect::<Vec<f32>>(), [batch, 1, 1, columns]);
-    Ok(Some(Array::from_data(data, &like.device())))
+    *last = columns - *last;
+    let (axis, dtype) = (shape.len() - 1, mask.dtype());
+    let hidden = Array::full(&shape, scalar_of(f64::NEG_INFINITY, dtype), dtype, &mask.device());
+    Ok(Array::concat(vec![mask, hidden], axis))
 }

@@ -2,19 +2,17 @@
 //!
 //! On a device without our kernels the same results come from Burn's operations, one after the other.
 
-use burn::backend::Dispatch;
-use burn::backend::ops::ActivationOps;
 use burn::tensor::DType;
 use ops::{
-    Activation, AttentionOptions, ConvOptions, Epilogue, GroupNormOptions, NormKind, NormWeights,
-    OpError,
+    Activation, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind, NormWeights, OpError,
 };
 
+use super::attention::{Heads, Scoring, attend};
 use super::linear::product;
 use super::norm::{grouped, normed, scaled};
 use super::windows::{Windows, convolved};
 use super::{Call, Inputs, Read, axis};
-use crate::array::{Array, Order};
+use crate::array::Array;
 use crate::passes::place;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -43,27 +41,73 @@ fn told(why: OpError) -> String {
 }
 
 fn conv(call: &Call<'_>) -> Result<super::Run, String> {
-    let windows = Windows::of(call)?;
-    let (activation, last) = (call.activation(), call.flag("activation_last"));
-    let (doubled, ours) = (call.flag("doubled"), call.has_kernels());
+    let own = Convolution {
+        windows: Windows::of(call)?,
+        activation: call.activation(),
+        last: call.flag("activation_last"),
+        doubled: call.flag("doubled"),
+        ours: call.has_kernels(),
+    };
     Ok(Box::new(move |inputs| {
-        let (x, weight) = (inputs.get(0)?, inputs.get(1)?);
-        let [bias, residual] = [place::BIAS, place::RESIDUAL].map(|at| inputs.maybe(at));
-        let [each, second] = [place::IMAGE_BIAS, place::SECOND].map(|at| inputs.maybe(at));
+        let operands = Operands {
+            x: inputs.get(0)?,
+            weight: inputs.get(1)?,
+            bias: inputs.maybe(place::BIAS),
+            residual: inputs.maybe(place::RESIDUAL),
+            each: inputs.maybe(place::IMAGE_BIAS),
+            second: inputs.maybe(place::SECOND),
+        };
+        Ok(vec![own.run(inputs.ctx, operands)?])
+    }))
+}
+
+/// A convolution with what follows it.
+pub(crate) struct Convolution {
+    pub(crate) windows: Windows,
+    pub(crate) activation: Option<Activation>,
+    /// The activation comes after the residual.
+    pub(crate) last: bool,
+    /// Each pixel of x is read as a square of four.
+    pub(crate) doubled: bool,
+    /// Our kernels run on the device.
+    pub(crate) ours: bool,
+}
+
+/// Operands of a [`Convolution`].
+pub(crate) struct Operands {
+    pub(crate) x: Array,
+    pub(crate) weight: Array,
+    pub(crate) bias: Option<Array>,
+    pub(crate) residual: Option<Array>,
+    /// Bias of each image.
+    pub(crate) each: Option<Array>,
+    /// More channels of x.
+    pub(crate) second: Option<Array>,
+}
+
+impl Convolution {
+    /// Returns the image `[batch, filters, …]`.
+    ///
+    /// # Errors
+    /// Operands that do not fit; the device failed.
+    pub(crate) fn run(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
+        let Operands { x, weight, bias, residual, each, second } = operands;
+        let Self { windows, activation, last, doubled, ours } = self;
+        let (activation, last) = (*activation, *last);
         let rank = x.rank();
-        if !(ours && is_ours(x.dtype()) && (3..=4).contains(&rank)) {
+        if !(*ours && is_ours(x.dtype()) && (3..=4).contains(&rank)) {
             let x = match second {
                 Some(second) => Array::concat(vec![x, second], 1),
                 None => x,
             };
-            let x = if doubled { twice(x) } else { x };
-            let mut out = convolved(x, weight, bias, &windows)?;
+            let x = if *doubled { twice(x) } else { x };
+            let mut out = convolved(x, weight, bias, windows)?;
             if let Some(each) = each {
                 out = out.plus(each);
             }
-            return Ok(vec![finished(out, activation, last, None, residual)?]);
+            return finished(out, activation, last, None, residual);
         }
-        let factor = if doubled { 2 } else { 1 };
+        let factor = if *doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
         let sizes = windows.sizes(&image, &weight.shape()[2..])?;
         let point = rank == 4 && image == [1, 1] && weight.shape()[2..] == [1, 1];
@@ -79,8 +123,8 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
             };
             let weight = weight.reshape(&[filters, columns]).permute(&[1, 0]).tensor::<2>();
             let x = x.reshape(&[rows, columns]).tensor::<2>();
-            let out = ops::matmul(inputs.ctx, x, weight, epilogue).map_err(told)?;
-            return Ok(vec![Array::of_tensor(out).reshape(&[rows, filters, 1, 1])]);
+            let out = ops::matmul(ctx, x, weight, epilogue).map_err(told)?;
+            return Ok(Array::of_tensor(out).reshape(&[rows, filters, 1, 1]));
         }
         // In one dimension the height is 1.
         let pair = |own: &[usize], usual: usize| match own {
@@ -97,13 +141,12 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
         };
         let x = high(x);
         let batch = x.dims()[0];
-        let padding = [0, 1].map(|at| [before[at] as i32, after[at] as i32]);
         let options = ConvOptions {
             stride: pair(&sizes.strides, 1),
-            padding,
+            padding: [0, 1].map(|at| [before[at] as i32, after[at] as i32]),
             dilation: pair(&sizes.dilations, 1),
             groups: windows.groups,
-            doubled,
+            doubled: *doubled,
             second: second.map(high),
             residual: residual.map(high),
             activation,
@@ -122,11 +165,10 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
                 ConvOptions { image_bias: Some(each.tensor()), ..options }
             }
         };
-        let out =
-            Array::of_tensor(ops::conv2d(inputs.ctx, x, high(weight), options).map_err(told)?);
+        let out = Array::of_tensor(ops::conv2d(ctx, x, high(weight), options).map_err(told)?);
         let shape = out.shape();
-        Ok(vec![if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out }])
-    }))
+        Ok(if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out })
+    }
 }
 
 fn vector(own: Array) -> burn::tensor::Tensor<1> {
@@ -175,124 +217,192 @@ fn linear(call: &Call<'_>) -> super::Run {
         let weight = if turned { weight.permute(&[1, 0]) } else { weight };
         let [bias, residual, gate] =
             [place::BIAS, place::RESIDUAL, place::GATE].map(|at| inputs.maybe(at));
-        let (mut shape, width) = (x.shape(), weight.shape()[1]);
-        let k = shape.pop().ok_or("x has no dimensions")?;
-        let rows: usize = shape.iter().product();
-        shape.push(width);
-        if !ours || !is_ours(x.dtype()) {
-            let mut out = product(inputs.ctx, x, weight)?;
-            if let Some(bias) = bias {
-                out = out.plus(bias.reshape(&[width]));
-            }
-            return Ok(vec![finished(out, activation, false, gate, residual)?]);
-        }
-        // Rows in the order in which they lie: a transposed x is not copied, and the result is transposed as it is.
-        let order = x.order();
-        let lies = order.last() == Some(&(shape.len() - 1));
-        let order = if lies { order } else { (0..shape.len()).collect() };
-        let x = x.permute(&order);
-        let out_shape: Vec<usize> = order.iter().map(|at| shape[*at]).collect();
-        let matrix = |own: Array| own.permute(&order).reshape(&[rows, width]).tensor::<2>();
-        let epilogue = Epilogue {
-            bias: bias.map(vector),
-            activation,
-            gate: gate.map(matrix),
-            residual: residual.map(matrix),
-            ..Epilogue::default()
-        };
-        let x = x.reshape(&[rows, k]).tensor::<2>();
-        let out = ops::matmul(inputs.ctx, x, weight.tensor::<2>(), epilogue).map_err(told)?;
-        let mut back = vec![0; order.len()];
-        order.iter().enumerate().for_each(|(to, from)| back[*from] = to);
-        Ok(vec![Array::of_tensor(out).reshape(&out_shape).permute(&back)])
+        let finish = Finish { bias, activation, gate, residual };
+        Ok(vec![projected(inputs.ctx, ours, x, weight, finish)?])
     })
 }
 
+/// End of a product: `activation(sum + bias) · gate + residual`.
+#[derive(Default)]
+pub(crate) struct Finish {
+    pub(crate) bias: Option<Array>,
+    pub(crate) activation: Option<Activation>,
+    pub(crate) gate: Option<Array>,
+    pub(crate) residual: Option<Array>,
+}
+
+/// Multiplies rows of any number of dimensions by a matrix `[k, width]`.
+///
+/// # Errors
+/// The device failed.
+pub(crate) fn projected(
+    ctx: &Ctx,
+    ours: bool,
+    x: Array,
+    weight: Array,
+    finish: Finish,
+) -> Result<Array, String> {
+    let Finish { bias, activation, gate, residual } = finish;
+    let (mut shape, width) = (x.shape(), weight.shape()[1]);
+    let k = shape.pop().ok_or("x has no dimensions")?;
+    let rows: usize = shape.iter().product();
+    shape.push(width);
+    if !ours || !is_ours(x.dtype()) {
+        let mut out = product(ctx, x, weight)?;
+        if let Some(bias) = bias {
+            out = out.plus(bias.reshape(&[width]));
+        }
+        return finished(out, activation, false, gate, residual);
+    }
+    // Rows in the order in which they lie: a transposed x is not copied, and the result is transposed as it is.
+    let order = x.order();
+    let lies = order.last() == Some(&(shape.len() - 1));
+    let order = if lies { order } else { (0..shape.len()).collect() };
+    let x = x.permute(&order);
+    let out_shape: Vec<usize> = order.iter().map(|at| shape[*at]).collect();
+    let matrix = |own: Array| own.permute(&order).reshape(&[rows, width]).tensor::<2>();
+    let epilogue = Epilogue {
+        bias: bias.map(vector),
+        activation,
+        gate: gate.map(matrix),
+        residual: residual.map(matrix),
+        ..Epilogue::default()
+    };
+    let x = x.reshape(&[rows, k]).tensor::<2>();
+    let out = ops::matmul(ctx, x, weight.tensor::<2>(), epilogue).map_err(told)?;
+    let mut back = vec![0; order.len()];
+    order.iter().enumerate().for_each(|(to, from)| back[*from] = to);
+    Ok(Array::of_tensor(out).reshape(&out_shape).permute(&back))
+}
+
 fn group_norm(call: &Call<'_>) -> super::Run {
-    let epsilon = call.float("epsilon").unwrap_or(1e-5);
-    let groups = call.int("num_groups").unwrap_or(1) as usize;
-    let (activation, ours) = (call.activation(), call.has_kernels());
+    let own = GroupNorm {
+        groups: call.int("num_groups").unwrap_or(1) as usize,
+        epsilon: call.float("epsilon").unwrap_or(1e-5),
+        activation: call.activation(),
+        ours: call.has_kernels(),
+    };
     Box::new(move |inputs| {
-        let (x, second) = (inputs.get(0)?, inputs.maybe(3));
+        let weights = [inputs.maybe(1), inputs.maybe(2)];
+        Ok(vec![own.run(inputs.ctx, inputs.get(0)?, weights, inputs.maybe(3))?])
+    })
+}
+
+/// A norm over groups of channels.
+pub(crate) struct GroupNorm {
+    pub(crate) groups: usize,
+    pub(crate) epsilon: f64,
+    pub(crate) activation: Option<Activation>,
+    /// Our kernels run on the device.
+    pub(crate) ours: bool,
+}
+
+impl GroupNorm {
+    /// Returns the norm of x, whose channels those of `second` follow. Weights are a factor and a bias.
+    ///
+    /// # Errors
+    /// Groups that do not divide the channels; the device failed.
+    pub(crate) fn run(
+        &self,
+        ctx: &Ctx,
+        x: Array,
+        weights: [Option<Array>; 2],
+        second: Option<Array>,
+    ) -> Result<Array, String> {
         let channels = x.shape()[1] + second.as_ref().map_or(0, |own| own.shape()[1]);
-        let whole = |at: usize| inputs.maybe(at).filter(|own| own.count() == channels);
-        let weights = whole(1).zip(whole(2));
-        let (true, 4, Some((weight, bias)), true) = (ours, x.rank(), weights, is_ours(x.dtype()))
+        let [factor, bias] = weights;
+        let whole = |own: &Option<Array>| own.clone().filter(|own| own.count() == channels);
+        let both = whole(&factor).zip(whole(&bias));
+        let (true, 4, Some((weight, of_bias)), true) =
+            (self.ours, x.rank(), both, is_ours(x.dtype()))
         else {
             let x = match second {
                 Some(second) => Array::concat(vec![x, second], 1),
                 None => x,
             };
-            let out = grouped(x, inputs.maybe(1), inputs.maybe(2), groups, epsilon)?;
-            return Ok(vec![activated(out, activation)?]);
+            let out = grouped(x, factor, bias, self.groups, self.epsilon)?;
+            return activated(out, self.activation);
         };
         let options = GroupNormOptions {
-            groups,
-            eps: epsilon as f32,
+            groups: self.groups,
+            eps: self.epsilon as f32,
             weight: vector(weight.cast(x.dtype())),
-            bias: vector(bias.cast(x.dtype())),
+            bias: vector(of_bias.cast(x.dtype())),
             second: second.map(Array::tensor),
             modulation: None,
-            activation,
+            activation: self.activation,
         };
-        let out = ops::group_norm(inputs.ctx, x.tensor(), options).map_err(told)?;
-        Ok(vec![Array::of_tensor(out)])
-    })
+        let out = ops::group_norm(ctx, x.tensor(), options).map_err(told)?;
+        Ok(Array::of_tensor(out))
+    }
 }
 
 fn norm(call: &Call<'_>) -> super::Run {
-    let epsilon = call.float("epsilon").unwrap_or(1e-5);
-    let (first, centred) = (call.int("axis").unwrap_or(-1), call.op() == "LayerNormalization");
+    let first = call.int("axis").unwrap_or(-1);
+    let own = Norm {
+        centred: call.op() == "LayerNormalization",
+        epsilon: call.float("epsilon").unwrap_or(1e-5),
+        ours: call.has_kernels(),
+    };
     Box::new(move |inputs| {
         let x = inputs.get(0)?;
-        let (shape, dtype) = (x.shape(), x.dtype());
-        let first = axis(first, shape.len())?;
-        let (rows, width) = (shape[..first].iter().product(), shape[first..].iter().product());
-        let whole = |own: &Array| own.count() == width && own.dtype() == dtype;
-        let (weight, bias) = (inputs.maybe(1).filter(whole), inputs.maybe(2));
-        let fits = is_ours(dtype) && (bias.is_none() || bias.as_ref().is_some_and(whole));
-        let (true, Some(weight)) = (fits, weight) else {
-            let axes: Vec<usize> = (first..shape.len()).collect();
-            let (normed, ..) = normed(x, &axes, epsilon, centred);
-            return Ok(vec![scaled(normed, inputs.maybe(1), bias).cast(dtype)]);
-        };
-        let weights = NormWeights { weight: vector(weight), bias: bias.map(vector) };
-        let kind = if centred { NormKind::Layer } else { NormKind::Rms };
-        let x = x.reshape(&[rows, width]).tensor::<2>();
-        let out = ops::norm(inputs.ctx, x, weights, None, kind, epsilon as f32).map_err(told)?;
-        Ok(vec![Array::of_tensor(out).reshape(&shape)])
+        let first = axis(first, x.rank())?;
+        Ok(vec![own.run(inputs.ctx, x, first, inputs.maybe(1), inputs.maybe(2))?])
     })
 }
 
-/// Attention over `[batch, heads, rows, width]`, or over `[heads, rows, width]`.
+/// A norm over the last dimensions.
+pub(crate) struct Norm {
+    /// The mean is subtracted: a layer norm, and not an RMS norm.
+    pub(crate) centred: bool,
+    pub(crate) epsilon: f64,
+    /// Our kernels run on the device.
+    pub(crate) ours: bool,
+}
+
+impl Norm {
+    /// Returns the norm of x over the dimensions from `first` on.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub(crate) fn run(
+        &self,
+        ctx: &Ctx,
+        x: Array,
+        first: usize,
+        weight: Option<Array>,
+        bias: Option<Array>,
+    ) -> Result<Array, String> {
+        let (shape, dtype) = (x.shape(), x.dtype());
+        let (rows, width) = (shape[..first].iter().product(), shape[first..].iter().product());
+        let whole = |own: &Array| own.count() == width && own.dtype() == dtype;
+        let fits = self.ours && is_ours(dtype) && bias.as_ref().is_none_or(whole);
+        let Some(factor) = weight.clone().filter(whole).filter(|_| fits) else {
+            let axes: Vec<usize> = (first..shape.len()).collect();
+            let (normed, ..) = normed(x, &axes, self.epsilon, self.centred);
+            return Ok(scaled(normed, weight, bias).cast(dtype));
+        };
+        let weights = NormWeights { weight: vector(factor), bias: bias.map(vector) };
+        let kind = if self.centred { NormKind::Layer } else { NormKind::Rms };
+        let x = x.reshape(&[rows, width]).tensor::<2>();
+        let out = ops::norm(ctx, x, weights, None, kind, self.epsilon as f32).map_err(told)?;
+        Ok(Array::of_tensor(out).reshape(&shape))
+    }
+}
+
+/// Attention over `[batch, heads, rows, size]`, or over `[heads, rows, size]`.
 fn attention(call: &Call<'_>) -> super::Run {
-    let (scale, ours) = (call.float("scale").unwrap_or(1.0), call.has_kernels());
+    let scoring = Scoring { scale: call.float("scale"), ..Scoring::new(call) };
     Box::new(move |inputs: &Inputs<'_>| {
         let [q, k, v] = [inputs.get(0)?, inputs.get(1)?, inputs.get(2)?];
-        let (dtype, mask) = (q.dtype(), inputs.maybe(3));
         let shape = [&q.shape()[..q.rank() - 1], &v.shape()[v.rank() - 1..]].concat();
-        // One width for keys and values.
-        let plain = q.shape().last() == v.shape().last();
-        if !(ours && is_ours(dtype) && plain) {
-            let turned: Vec<usize> =
-                (0..k.rank() - 2).chain([k.rank() - 1, k.rank() - 2]).collect();
-            let mut scores = product(inputs.ctx, q, k.permute(&turned))?.times_number(scale);
-            if let Some(mask) = mask {
-                scores = scores.plus(mask.cast(dtype));
-            }
-            let last = scores.rank() - 1;
-            let shares = Array::of(Dispatch::softmax(scores.cast(DType::F32).into_inner(), last));
-            // As our kernel: a row that the mask hides gives 0.
-            let zero = Array::full(&[], 0f64.into(), DType::F32, &shares.device());
-            let shown = shares.clone().compared(shares.clone(), Order::Equal);
-            let shares = shown.choose(shares, zero)?.cast(dtype);
-            return Ok(vec![product(inputs.ctx, shares, v)?]);
-        }
-        // Masks of `[heads, rows, columns]` belong to tensors of rank 3.
-        let mask = mask.map(|own| own.cast(dtype).tensor::<4>());
-        let options = AttentionOptions { scale: Some(scale as f32), ..AttentionOptions::default() };
-        let [q, k, v] = [q, k, v].map(Array::tensor::<4>);
-        let out = ops::attention(inputs.ctx, q, k, v, None, mask, options).map_err(told)?;
-        Ok(vec![Array::of_tensor(out).reshape(&shape)])
+        let [q, k, v] = [q, k, v].map(|own| {
+            let shape = own.shape();
+            let ones = std::iter::repeat_n(1, 4 - shape.len());
+            own.reshape(&ones.chain(shape).collect::<Vec<_>>())
+        });
+        let masks = inputs.maybe(3).into_iter().collect();
+        let (out, _) = attend(inputs.ctx, Heads { q, k, v }, Scoring { masks, ..scoring.clone() })?;
+        Ok(vec![out.reshape(&shape)])
     })
 }

@@ -70,7 +70,7 @@ fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
 
 /// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast. On a device with our kernels they do it: Burn
 /// rounds f32 to tf32.
-pub(super) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
+pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if let Some(made) = by_kernel(ctx, &a, &b)? {
         return Ok(made);
     }

@@ -1,15 +1,14 @@
 //! Operators: one file for each family. An operator reads its attributes when a graph is loaded, and gets its inputs when it runs.
 
-mod attention;
+pub(crate) mod attention;
 mod control;
 mod elementwise;
-mod fused;
+pub(crate) mod fused;
 mod index;
-mod linear;
+pub(crate) mod linear;
 mod loss;
 mod microsoft;
 mod norm;
-mod packed;
 mod places;
 mod pointwise;
 mod quant;
@@ -20,7 +19,7 @@ mod sequence;
 mod shape;
 mod signal;
 mod vision;
-mod windows;
+pub(crate) mod windows;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -190,6 +189,10 @@ impl<'a> Call<'a> {
     pub(crate) fn is_given(&self, at: usize) -> bool {
         let id = self.node.inputs.get(at).copied().flatten();
         id.is_some() && !self.node.constants.contains(&at)
+    }
+
+    pub(crate) fn has_input(&self, at: usize) -> bool {
+        self.node.inputs.get(at).copied().flatten().is_some()
     }
 
     /// Number of inputs, without those that its graphs capture.

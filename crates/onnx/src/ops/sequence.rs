@@ -42,7 +42,7 @@ fn rotary(call: &Call<'_>) -> Run {
             }
             _ => return Err("x has no heads".to_owned()),
         };
-        let [batch, positions, heads, size] = x.shape()[..] else { unreachable!("rank 4") };
+        let [batch, positions, _, size] = x.shape()[..] else { unreachable!("rank 4") };
         let dims = if dims == 0 { size } else { dims };
         let half = dims / 2;
         let table = |at: usize| {
@@ -56,33 +56,49 @@ fn rotary(call: &Call<'_>) -> Run {
             };
             Ok::<_, String>(table.reshape(&[batch, positions, 1, half]))
         };
-        let (cos, sin) = (table(1)?, table(2)?);
-        let turned = x.clone().narrow(3, 0, dims);
-        let part = |at: usize| match pairs {
-            true => turned
-                .clone()
-                .reshape(&[batch, positions, heads, half, 2])
-                .narrow(4, at, at + 1)
-                .reshape(&[batch, positions, heads, half]),
-            false => turned.clone().narrow(3, at * half, (at + 1) * half),
-        };
-        let (first, second) = (part(0), part(1));
-        let real = cos.clone().times(first.clone()).minus(sin.clone().times(second.clone()));
-        let other = sin.times(first).plus(cos.times(second));
-        let turned = match pairs {
-            true => {
-                let shape = [batch, positions, heads, half, 1];
-                let both = vec![real.reshape(&shape), other.reshape(&shape)];
-                Array::concat(both, 4).reshape(&[batch, positions, heads, dims])
-            }
-            false => Array::concat(vec![real, other], 3),
-        };
-        let out = match dims == size {
-            true => turned,
-            false => Array::concat(vec![turned, x.narrow(3, dims, size)], 3),
-        };
+        let out = turned(x, &Turn { cos: table(1)?, sin: table(2)?, pairs }, dims);
         Ok(vec![if own.len() == 4 { out.permute(&[0, 2, 1, 3]) } else { out.reshape(&own) }])
     })
+}
+
+/// Angles of a rotary embedding.
+pub(super) struct Turn {
+    /// `[batch, positions, 1, dims / 2]`
+    pub(super) cos: Array,
+    pub(super) sin: Array,
+    /// Neighbours make a pair, and not the halves.
+    pub(super) pairs: bool,
+}
+
+/// Turns the first `dims` numbers of each head of `[batch, positions, heads, size]`.
+pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
+    let [batch, positions, heads, size] = x.shape()[..] else { unreachable!("rank 4") };
+    let half = dims / 2;
+    let first = x.clone().narrow(3, 0, dims);
+    let part = |at: usize| match turn.pairs {
+        true => first
+            .clone()
+            .reshape(&[batch, positions, heads, half, 2])
+            .narrow(4, at, at + 1)
+            .reshape(&[batch, positions, heads, half]),
+        false => first.clone().narrow(3, at * half, (at + 1) * half),
+    };
+    let (one, other) = (part(0), part(1));
+    let (cos, sin) = (turn.cos.clone(), turn.sin.clone());
+    let real = cos.clone().times(one.clone()).minus(sin.clone().times(other.clone()));
+    let other = sin.times(one).plus(cos.times(other));
+    let turned = match turn.pairs {
+        true => {
+            let shape = [batch, positions, heads, half, 1];
+            let both = vec![real.reshape(&shape), other.reshape(&shape)];
+            Array::concat(both, 4).reshape(&[batch, positions, heads, dims])
+        }
+        false => Array::concat(vec![real, other], 3),
+    };
+    match dims == size {
+        true => turned,
+        false => Array::concat(vec![turned, x.narrow(3, dims, size)], 3),
+    }
 }
 
 fn linear_attention(call: &Call<'_>) -> Result<Run, String> {

@@ -27,7 +27,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 
 /// Layout of windows on an image.
 #[derive(Debug, Clone)]
-pub(super) struct Windows {
+pub(crate) struct Windows {
     /// Lengths of a window; none if the filters tell.
     kernel: Option<Vec<usize>>,
     strides: Option<Vec<usize>>,
@@ -35,7 +35,7 @@ pub(super) struct Windows {
     /// Padding before each dimension, then after each.
     pads: Option<Vec<usize>>,
     auto: Auto,
-    pub(super) groups: usize,
+    pub(crate) groups: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +44,17 @@ enum Auto {
     Upper,
     Lower,
     Valid,
+}
+
+/// Zeros around an image.
+#[derive(Debug, Clone, Copy)]
+pub enum Padding<'a> {
+    /// Numbers before each dimension, then those after each.
+    Pads(&'a [usize]),
+    /// As many as keep the size at a stride of 1; an odd one comes after.
+    SameUpper,
+    /// As [`Padding::SameUpper`]; an odd one comes before.
+    SameLower,
 }
 
 /// Sizes in each dimension.
@@ -56,6 +67,22 @@ pub(super) struct Sizes {
 }
 
 impl Windows {
+    /// Windows of lengths that the filters tell.
+    pub(crate) fn given(
+        strides: &[usize],
+        padding: Padding<'_>,
+        dilations: &[usize],
+        groups: usize,
+    ) -> Self {
+        let (pads, auto) = match padding {
+            Padding::Pads(own) => (Some(own.to_vec()), Auto::Given),
+            Padding::SameUpper => (None, Auto::Upper),
+            Padding::SameLower => (None, Auto::Lower),
+        };
+        let [strides, dilations] = [strides, dilations].map(|own| Some(own.to_vec()));
+        Self { kernel: None, strides, dilations, pads, auto, groups }
+    }
+
     pub(super) fn of(call: &Call<'_>) -> Result<Self, String> {
         let list = |name: &str, least: i64| match call.ints(name) {
             None => Ok(None),

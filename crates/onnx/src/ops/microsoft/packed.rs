@@ -8,8 +8,8 @@
 
 use burn::tensor::{DType, TensorData};
 
-use super::linear::product;
-use super::{Call, Run};
+use super::super::linear::product;
+use super::super::{Call, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {

@@ -2,6 +2,9 @@
 //!
 //! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels where the text is silent.
 
+mod attention;
+mod packed;
+
 use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;
 use ops::{Activation, Constant};
@@ -45,24 +48,15 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             })
         }
         "FusedMatMul" | "TransposeMatMul" => multiplied(call),
-        "FusedGemm" => match gemm(call) {
-            Ok(run) => run,
-            Err(why) => return Some(Err(why)),
-        },
-        "FusedConv" => match conv(call, false) {
-            Ok(run) => run,
-            Err(why) => return Some(Err(why)),
-        },
-        "NhwcConv" | "NhwcFusedConv" => match conv(call, true) {
-            Ok(run) => run,
-            Err(why) => return Some(Err(why)),
-        },
+        "FusedGemm" => return Some(gemm(call)),
+        "FusedConv" | "NhwcConv" | "NhwcFusedConv" => return Some(conv(call, op)),
         "GroupNorm" => group_norm(call, false),
         "SkipGroupNorm" => group_norm(call, true),
-        "MatMulNBits" => match super::packed::read(call) {
-            Ok(run) => run,
-            Err(why) => return Some(Err(why)),
-        },
+        "MatMulNBits" => return Some(packed::read(call)),
+        "Attention" => return Some(attention::merged(call)),
+        "MultiHeadAttention" => return Some(attention::multi_head(call)),
+        "GroupQueryAttention" => return Some(attention::grouped_query(call)),
+        "RotaryEmbedding" => return Some(attention::rotary(call)),
         _ => return None,
     }))
 }
@@ -164,20 +158,21 @@ fn gemm(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// `activation(x ∗ w + bias + z)`; with channels last, images are `[batch, …, channels]` and filters `[filters, …, channels]`.
-fn conv(call: &Call<'_>, last: bool) -> Result<Run, String> {
+/// `activation(x ∗ w + bias + z)`. The layouts of two operators have channels last: `NhwcFusedConv` in its images, `NhwcConv` also in
+/// its filters.
+fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
+    let (last, filters_last) = (op != "FusedConv", op == "NhwcConv");
     let windows = Windows::of(call)?;
     let activation = of_name(call, call.floats("activation_params").unwrap_or(&[]))?;
     Ok(Box::new(move |inputs| {
-        let image = |own: Array| match last {
-            true => {
-                let rank = own.rank();
-                let order: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
-                own.permute(&order)
-            }
-            false => own,
+        let first = |own: Array| {
+            let rank = own.rank();
+            let order: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
+            own.permute(&order)
         };
-        let (x, w) = (image(inputs.get(0)?), image(inputs.get(1)?));
+        let image = |own: Array| if last { first(own) } else { own };
+        let (x, w) = (image(inputs.get(0)?), inputs.get(1)?);
+        let w = if filters_last { first(w) } else { w };
         let mut out = convolved(x, w, inputs.maybe(2), &windows)?;
         if let Some(z) = inputs.maybe(3) {
             out = out.plus(image(z));

@@ -1,0 +1,260 @@
+//! Functions that generated code calls: the code that `flashover-onnx-build` writes of a graph at build time.
+//!
+//! They run our kernels on devices that have them, and Burn's operations elsewhere. Their results and their panics are those of a
+//! module of Burn: shapes that do not fit, or a device that fails, end the program.
+
+use std::sync::{Mutex, PoisonError};
+
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor};
+use ops::Ctx;
+
+use crate::array::Array;
+use crate::devices::has_kernels;
+use crate::ops::attention::{Heads, Scoring, as_numbers, attend, joined, split, whole};
+use crate::ops::fused::{Convolution, Finish, GroupNorm, Norm, Operands, projected};
+use crate::ops::linear::product;
+pub use crate::ops::windows::Padding;
+use crate::ops::windows::Windows;
+
+/// Context of generated code.
+static CONTEXT: Mutex<Option<Ctx>> = Mutex::new(None);
+
+/// Sets the context of all generated code: its tune cache, its policy and its profile. Without a call it has the configs that are
+/// shipped.
+pub fn set_context(ctx: Ctx) {
+    *CONTEXT.lock().unwrap_or_else(PoisonError::into_inner) = Some(ctx);
+}
+
+fn context() -> Ctx {
+    let mut own = CONTEXT.lock().unwrap_or_else(PoisonError::into_inner);
+    own.get_or_insert_default().clone()
+}
+
+/// Weights of a layer: the filters of a convolution `[filters, …, channels]`, the matrix of a product, or the factor of a norm.
+#[derive(Module, Debug)]
+pub struct Weights<const D: usize> {
+    /// Weight.
+    pub weight: Param<Tensor<D>>,
+    /// Bias `[results]`.
+    pub bias: Option<Param<Tensor<1>>>,
+}
+
+impl<const D: usize> Weights<D> {
+    /// Returns weights of zeros, for a record to fill. The bias has `bias` numbers, and is absent for none.
+    pub fn new(shape: [usize; D], bias: Option<usize>, device: &Device) -> Self {
+        let bias = bias.map(|count| Param::from_tensor(Tensor::zeros([count], device)));
+        Self { weight: Param::from_tensor(Tensor::zeros(shape, device)), bias }
+    }
+
+    /// Takes weights that are computed.
+    pub fn of(weight: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
+        Self { weight: Param::from_tensor(weight), bias: bias.map(Param::from_tensor) }
+    }
+
+    /// Takes filters `[filters, channels, …]` that are computed.
+    pub fn of_filters(filters: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
+        let order: Vec<usize> = [0].into_iter().chain(2..D).chain([1]).collect();
+        Self::of(Array::of_tensor(filters).permute(&order).tensor(), bias)
+    }
+
+    fn parts(&self) -> (Array, Option<Array>) {
+        let bias = self.bias.as_ref().map(|own| Array::of_tensor(own.val()));
+        (Array::of_tensor(self.weight.val()), bias)
+    }
+}
+
+/// Layout of the filters of a convolution. Lists have a number for each dimension of an image.
+#[derive(Debug, Clone, Copy)]
+pub struct Filters<'a> {
+    pub strides: &'a [usize],
+    pub padding: Padding<'a>,
+    pub dilations: &'a [usize],
+    pub groups: usize,
+}
+
+/// Computes a convolution of an image `[batch, channels, …]`.
+pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters<'_>) -> Tensor<D> {
+    let (weight, bias) = weights.parts();
+    let order: Vec<usize> = [0, D - 1].into_iter().chain(1..D - 1).collect();
+    let Filters { strides, padding, dilations, groups } = filters;
+    let ours = has_kernels(&weight.device());
+    let own = Convolution {
+        windows: Windows::given(strides, padding, dilations, groups),
+        activation: None,
+        last: false,
+        doubled: false,
+        ours,
+    };
+    let operands = Operands {
+        x: Array::of_tensor(x),
+        weight: weight.permute(&order),
+        bias,
+        residual: None,
+        each: None,
+        second: None,
+    };
+    made(own.run(&context(), operands))
+}
+
+/// Computes `x · weight + bias` for rows of any number of dimensions. The weight is `[inputs, results]`, or `[results, inputs]` with
+/// `turned`.
+pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, turned: bool) -> Tensor<D> {
+    let (weight, bias) = weights.parts();
+    let weight = if turned { weight.permute(&[1, 0]) } else { weight };
+    let (x, ours) = (Array::of_tensor(x), has_kernels(&weight.device()));
+    made(projected(&context(), ours, x, weight, Finish { bias, ..Finish::default() }))
+}
+
+/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast.
+pub fn matmul<const L: usize, const R: usize, const O: usize>(
+    a: Tensor<L>,
+    b: Tensor<R>,
+) -> Tensor<O> {
+    made(product(&context(), Array::of_tensor(a), Array::of_tensor(b)))
+}
+
+/// Computes `α · a · b + β · c`, where c broadcasts.
+pub fn gemm<const C: usize>(
+    a: Tensor<2>,
+    b: Tensor<2>,
+    c: Option<Tensor<C>>,
+    [alpha, beta]: [f64; 2],
+) -> Tensor<2> {
+    let [a, b] = [Array::of_tensor(a), Array::of_tensor(b)];
+    let (ours, width) = (has_kernels(&b.device()), b.shape()[1]);
+    let c = c.map(Array::of_tensor);
+    let scaled = |own: Array, by: f64| if by == 1.0 { own } else { own.times_number(by) };
+    let fits = |own: &Array| alpha == 1.0 && own.shape() == [width];
+    let (bias, rest) = match c {
+        Some(own) if fits(&own) => (Some(scaled(own, beta)), None),
+        rest => (None, rest),
+    };
+    let finish = Finish { bias, ..Finish::default() };
+    let product = projected(&context(), ours, a, b, finish).map(|own| scaled(own, alpha));
+    made(product.map(|own| match rest {
+        Some(c) => own.plus(scaled(c, beta)),
+        None => own,
+    }))
+}
+
+/// Computes a layer norm, or an RMS norm without `centred`, over the dimensions from `first` on.
+pub fn norm<const D: usize, const W: usize>(
+    x: Tensor<D>,
+    weights: &Weights<W>,
+    first: usize,
+    epsilon: f64,
+    centred: bool,
+) -> Tensor<D> {
+    let (weight, bias) = weights.parts();
+    let own = Norm { centred, epsilon, ours: has_kernels(&weight.device()) };
+    made(own.run(&context(), Array::of_tensor(x), first, Some(weight), bias))
+}
+
+/// Computes a group norm of an image `[batch, channels, …]`.
+pub fn group_norm<const D: usize>(
+    x: Tensor<D>,
+    weights: &Weights<1>,
+    groups: usize,
+    epsilon: f64,
+) -> Tensor<D> {
+    let (weight, bias) = weights.parts();
+    let own = GroupNorm { groups, epsilon, activation: None, ours: has_kernels(&weight.device()) };
+    made(own.run(&context(), Array::of_tensor(x), [Some(weight), bias], None))
+}
+
+/// Computes an instance norm of an image `[batch, channels, …]`.
+pub fn instance_norm<const D: usize>(
+    x: Tensor<D>,
+    weights: &Weights<1>,
+    epsilon: f64,
+) -> Tensor<D> {
+    let groups = x.dims()[1];
+    group_norm(x, weights, groups, epsilon)
+}
+
+/// Settings of [`attention`].
+///
+/// A cache gives keys and values `[batch, heads, positions, size]` that come before the new ones.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionOptions {
+    pub causal: bool,
+    /// Factor on the scores; None means 1 / √size.
+    pub scale: Option<f64>,
+    /// Soft cap of the scores; 0 for none.
+    pub softcap: f64,
+    /// Number of heads of q, and of k and v, for operands of rank 3.
+    pub heads: [usize; 2],
+}
+
+/// Computes the operator `Attention`. Operands are `[batch, heads, positions, size]`, or `[batch, positions, width]`. A mask has numbers
+/// to add, or tells with bools what is seen. The result comes with all keys and values.
+pub fn attention<const D: usize>(
+    [q, k, v]: [Tensor<D>; 3],
+    mask: Option<Mask>,
+    past: Option<[Tensor<4>; 2]>,
+    options: AttentionOptions,
+) -> (Tensor<D>, [Tensor<4>; 2]) {
+    let [q, k, v] = [q, k, v].map(Array::of_tensor);
+    let ours = has_kernels(&q.device());
+    let run = || {
+        let split = |own: Array, heads: usize| if D == 3 { split(own, heads) } else { Ok(own) };
+        let [of_q, of_k] = options.heads;
+        let (q, mut k, mut v) = (split(q, of_q)?, split(k, of_k)?, split(v, of_k)?);
+        let mut before = 0;
+        if let Some([of_k, of_v]) = past.map(|own| own.map(Array::of_tensor)) {
+            before = of_k.shape()[2];
+            k = Array::concat(vec![of_k, k], 2);
+            v = Array::concat(vec![of_v, v], 2);
+        }
+        let mask = mask.map(|own| whole(as_numbers(own.0)?, k.shape()[2])).transpose()?;
+        let scoring = Scoring {
+            scale: options.scale,
+            softcap: options.softcap,
+            causal: options.causal.then_some(before),
+            masks: mask.into_iter().collect(),
+            ..Scoring::plain(ours)
+        };
+        let present = [k.clone(), v.clone()].map(Array::tensor);
+        let (out, _) = attend(&context(), Heads { q, k, v }, scoring)?;
+        Ok((if D == 3 { joined(out) } else { out }, present))
+    };
+    let (out, present) = checked(run());
+    (out.tensor(), present)
+}
+
+/// A mask of an attention, of any rank that broadcasts.
+pub struct Mask(Array);
+
+impl<const D: usize> From<Tensor<D>> for Mask {
+    fn from(mask: Tensor<D>) -> Self {
+        Self(Array::of_tensor(mask))
+    }
+}
+
+impl<const D: usize> From<Tensor<D, burn::tensor::Bool>> for Mask {
+    fn from(mask: Tensor<D, burn::tensor::Bool>) -> Self {
+        Self(Array::of(mask.into_dispatch()))
+    }
+}
+
+impl std::fmt::Debug for Mask {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "mask {:?}", self.0.shape())
+    }
+}
+
+fn made<const D: usize>(out: Result<Array, String>) -> Tensor<D> {
+    checked(out).tensor()
+}
+
+/// Returns a result.
+///
+/// # Panics
+/// It is an error: a module has no other way to tell it.
+fn checked<T>(out: Result<T, String>) -> T {
+    match out {
+        Ok(out) => out,
+        Err(why) => panic!("{why}"),
+    }
+}
