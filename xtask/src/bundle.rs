@@ -33,7 +33,8 @@ pub(crate) fn run(args: &BundleArgs) -> Result<()> {
     }
     make_folder(&args.out)?;
     setup::ensure_xz()?;
-    let (programs, _) = Programs::ready(&place, Wants { cuda: Cuda::Installed, gl: false })?;
+    let (programs, _) =
+        Programs::ready(&place, Wants { cuda: Cuda::Installed, gl: false, node_tests: false })?;
     let bytes = pack(programs.dir(), &args.out, LIMIT)?;
     Ok(command::print(&format!("{}: {:.1} MB\n", args.out.display(), bytes as f64 / 1e6))?)
 }

@@ -16,7 +16,7 @@ const MAX_KIB: &str = "3145728";
 pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
     let place = Place::find()?;
     let root = place.workspace()?;
-    setup::prepare(&place, Wants { cuda: Cuda::Installed, gl: false })?;
+    setup::prepare(&place, Wants { cuda: Cuda::Installed, gl: false, node_tests: false })?;
     let tests = ["test", "--release", "-p", "flashover-text", "-p", "flashover", "--test", "it"];
     run_cargo(root, &[&tests[..], &["--no-run"]].concat())?;
     let cargo = place::cargo_in(root);

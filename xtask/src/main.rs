@@ -6,6 +6,7 @@
 
 mod bundle;
 mod cli;
+mod conformance;
 mod fuzz;
 mod passthrough;
 mod place;

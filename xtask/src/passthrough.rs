@@ -6,8 +6,9 @@ use std::ffi::OsString;
 use anyhow::Result;
 use record::Backend;
 use report::fail::usage;
-use report::{BenchArgs, CompareArgs, Selection, VerifyArgs};
+use report::{BenchArgs, CompareArgs, Doctor, Selection, VerifyArgs};
 
+use crate::conformance;
 use crate::place::Place;
 use crate::programs::Programs;
 use crate::setup::{self, Cuda, Wants};
@@ -20,18 +21,38 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     pass_on(&place, &args.backend, "flashover-bench", "bench", demo.map(|dir| ("--demo", dir)))
 }
 
-/// Runs `flashover-bench verify` with the folder of the small models.
+/// Runs `flashover-bench verify` with the folder of the small models, then the tests of ONNX on each backend.
 pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
     let place = Place::find()?;
     report::check_verify(args)?;
     let fixtures = place.fixtures().map(|dir| ("--fixtures", dir.into()));
-    pass_on(&place, &args.backend, "flashover-bench", "verify", fixtures)
+    pass_on(&place, &args.backend, "flashover-bench", "verify", fixtures)?;
+    if args.filter.is_some() || args.sanitizer.is_some() {
+        return Ok(());
+    }
+    let (programs, ready) =
+        Programs::ready(&place, Wants { node_tests: true, ..wants(&args.backend) })?;
+    let folder = match ready.node_tests {
+        Ok(folder) => folder,
+        Err(reason) => {
+            return command::print(&format!("onnx: skipped: {reason}\n")).map_err(Into::into);
+        }
+    };
+    let chosen = Doctor::ask(programs.command("flashover"))?.choose(&args.backend, false)?;
+    for device in &chosen.devices {
+        let profile = args.profile.as_deref().filter(|_| device.backend == Backend::Cuda);
+        let counts = conformance::check(&programs, &folder, device.backend, profile)?;
+        command::print(&format!("onnx on {}: {counts}\n", device.backend))?;
+    }
+    Ok(())
 }
 
 /// Runs `flashover compare`.
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     let place = Place::find()?;
-    args.check_files()?;
+    if args.onnx.is_none() {
+        args.check_files()?;
+    }
     pass_on(&place, &args.backend, "flashover", "compare", None)
 }
 
@@ -56,26 +77,26 @@ fn pass_on(
 fn wants(selection: &Selection) -> Wants {
     let cuda =
         if selection.may_include(Backend::Cuda) { Cuda::WithDriver } else { Cuda::Installed };
-    Wants { cuda, gl: selection.may_include(Backend::WebGpu) }
+    Wants { cuda, gl: selection.may_include(Backend::WebGpu), node_tests: false }
 }
 
 /// Runs `flashover doctor`.
 pub(crate) fn doctor(args: &[String]) -> Result<()> {
-    let wants = Wants { cuda: Cuda::Installed, gl: false };
+    let wants = Wants { cuda: Cuda::Installed, gl: false, node_tests: false };
     let (programs, _) = Programs::ready(&Place::find()?, wants)?;
     programs.pass_through("flashover", &with_first("doctor", args))
 }
 
 /// Runs `flashover-bench tune`.
 pub(crate) fn tune(args: &[String]) -> Result<()> {
-    let wants = Wants { cuda: Cuda::WithDriver, gl: false };
+    let wants = Wants { cuda: Cuda::WithDriver, gl: false, node_tests: false };
     let (programs, _) = Programs::ready(&Place::find()?, wants)?;
     programs.pass_through("flashover-bench", &with_first("tune", args))
 }
 
 /// Runs `flashover-bench targets` with the folder of the CUDA tools.
 pub(crate) fn targets(args: &[String]) -> Result<()> {
-    let wants = Wants { cuda: Cuda::Always, gl: false };
+    let wants = Wants { cuda: Cuda::Always, gl: false, node_tests: false };
     let (programs, ready) = Programs::ready(&Place::find()?, wants)?;
     let hint = "run `cargo xtask setup`, which downloads tools or names the missing ones";
     let home = ready.cuda.map_err(|reason| usage(format!("targets {reason}"), hint))?;
@@ -88,7 +109,7 @@ pub(crate) fn targets(args: &[String]) -> Result<()> {
 pub(crate) fn setup() -> Result<()> {
     let place = Place::find()?;
     place.workspace()?;
-    let ready = setup::prepare(&place, Wants { cuda: Cuda::Always, gl: true })?;
+    let ready = setup::prepare(&place, Wants { cuda: Cuda::Always, gl: true, node_tests: true })?;
     eprintln!("setup: LLVM and compilers are installed");
     match &ready.cuda {
         Ok(home) => eprintln!("setup: CUDA tools are in {}", home.root.display()),
@@ -97,6 +118,10 @@ pub(crate) fn setup() -> Result<()> {
     match &ready.gl {
         Ok(()) => eprintln!("setup: a GL driver is installed"),
         Err(reason) => eprintln!("setup: no GL driver: {reason}"),
+    }
+    match &ready.node_tests {
+        Ok(folder) => eprintln!("setup: tests of ONNX are in {}", folder.display()),
+        Err(reason) => eprintln!("setup: no tests of ONNX: {reason}"),
     }
     Ok(())
 }

@@ -16,6 +16,7 @@ use report::Doctor;
 use report::fail::check;
 
 use crate::cli::TestArgs;
+use crate::conformance;
 use crate::place::{self, Place};
 use crate::programs::{Programs, finish, release_dir, run_cargo};
 use crate::setup::{self, Cuda, Ready, Wants};
@@ -33,7 +34,7 @@ pub(crate) fn run(args: &TestArgs) -> Result<()> {
 
 fn fast(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
     steps.step("setup", |_| {
-        setup::prepare(place, Wants { cuda: Cuda::Installed, gl: false })?;
+        setup::prepare(place, Wants { cuda: Cuda::Installed, gl: false, node_tests: false })?;
         Ok(Outcome::Passed)
     })?;
     source(root, steps)?;
@@ -51,7 +52,8 @@ fn fast(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
 fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
     let mut ready = None;
     steps.step("setup", |_| {
-        ready = Some(setup::prepare(place, Wants { cuda: Cuda::Always, gl: true })?);
+        ready =
+            Some(setup::prepare(place, Wants { cuda: Cuda::Always, gl: true, node_tests: true })?);
         Ok(Outcome::Passed)
     })?;
     let ready = ready.context("setup returned no result")?;
@@ -76,6 +78,14 @@ fn full(place: &Place, root: &Path, steps: &mut Steps) -> Result<()> {
         Ok(Outcome::Passed)
     })?;
     steps.step("targets", |_| targets(&programs, &ready))?;
+    steps.step("onnx", |_| match &ready.node_tests {
+        Ok(folder) => {
+            let counts = conformance::check(&programs, folder, Backend::Cpu, None)?;
+            command::print(&format!("{counts}\n"))?;
+            Ok(Outcome::Passed)
+        }
+        Err(reason) => Ok(Outcome::Skipped(reason.clone())),
+    })?;
     for backend in [Backend::Cpu, Backend::WebGpu] {
         steps
             .step(&format!("verify {backend}"), |_| verified(place, &programs, &ready, backend))?;

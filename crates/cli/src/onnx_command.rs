@@ -193,7 +193,7 @@ struct ProfileArgs {
 
 #[derive(clap::Args)]
 struct TestArgs {
-    /// Folder with tests: model.onnx and data sets of .pb files in a folder each
+    /// Folder with tests: model.onnx and data sets of .pb files in a folder each, or light_NAME.onnx
     folder: PathBuf,
     /// Run only tests with this text in their names
     #[arg(long, default_value = "")]

@@ -158,7 +158,7 @@ impl Graph {
         options: &GraphOptions,
     ) -> Result<Outcome, GraphError> {
         let (own, burn) = prepared(device, options)?;
-        Ok(::onnx::conformance::check(&test.folder, &own, &burn))
+        Ok(::onnx::conformance::check(test, &own, &burn))
     }
 
     /// Runs the graph twice as warm-up, and once more with every launch timed.

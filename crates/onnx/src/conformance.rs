@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::{Model, OnnxError, Options, decode_tensor};
+use crate::{Model, OnnxError, Options, ValueType, decode_tensor};
 use burn::tensor::{DType, Device, TensorData};
 
 /// End of a test.
@@ -22,10 +22,10 @@ pub enum Outcome {
 /// A test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Test {
-    /// Its name: that of its folder.
+    /// Its name: that of its folder, or of its file.
     pub name: String,
-    /// Its folder.
-    pub folder: PathBuf,
+    /// Its folder, with a model and data; or a model `light_NAME.onnx` with outputs beside it.
+    pub path: PathBuf,
 }
 
 /// Returns the tests in a folder and in those within it, by name.
@@ -36,25 +36,42 @@ pub fn tests(root: &Path) -> Result<Vec<Test>, OnnxError> {
     let failed = |why| OnnxError::Read { path: root.to_owned(), why };
     let mut found = Vec::new();
     for entry in fs::read_dir(root).map_err(failed)? {
-        let folder = entry.map_err(failed)?.path();
-        if folder.join("model.onnx").is_file() {
-            let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            found.push(Test { name, folder });
-        } else if folder.is_dir() && !folder.is_symlink() {
-            found.append(&mut tests(&folder)?);
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        if path.join("model.onnx").is_file() || (is_light(&path) && path.is_file()) {
+            found.push(Test { name, path });
+        } else if path.is_dir() && !path.is_symlink() {
+            found.append(&mut tests(&path)?);
         }
     }
     found.sort();
     Ok(found)
 }
 
-/// Runs the test in a folder, with the tolerances of ONNX.
-pub fn check(folder: &Path, options: &Options, device: &Device) -> Outcome {
-    let model = match Model::open(folder.join("model.onnx"), options.clone(), device) {
+/// Returns true for a model of the suite `light`, whose folder holds the outputs and whose inputs have a rule.
+fn is_light(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.starts_with("light_") && name.ends_with(".onnx")
+}
+
+/// Runs a test, with the tolerances of ONNX.
+pub fn check(test: &Test, options: &Options, device: &Device) -> Outcome {
+    let path = &test.path;
+    let file = if is_light(path) { path.clone() } else { path.join("model.onnx") };
+    let model = match Model::open(file, options.clone(), device) {
         Ok(model) => model,
         Err(why) => return Outcome::Refused(why.to_string()),
     };
-    let mut sets: Vec<PathBuf> = fs::read_dir(folder)
+    if is_light(path) {
+        let inputs = model.inputs().iter().map(counted).collect();
+        let output = |at: usize| path.with_file_name(format!("{}_output_{at}.pb", test.name));
+        let expected = (0..model.outputs().len()).map(|at| read(&output(at)));
+        return match expected.collect() {
+            Ok(expected) => outcome(&model, inputs, expected),
+            Err(why) => Outcome::Refused(why.to_string()),
+        };
+    }
+    let mut sets: Vec<PathBuf> = fs::read_dir(path)
         .into_iter()
         .flatten()
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -69,22 +86,39 @@ pub fn check(folder: &Path, options: &Options, device: &Device) -> Outcome {
             let path = |at: usize| set.join(format!("{kind}_{at}.pb"));
             (0..).map(path).take_while(|path| path.exists()).map(|path| read(&path)).collect()
         };
-        let (inputs, expected) = match (all("input"), all("output")) {
-            (Ok(inputs), Ok(expected)) => (inputs, expected),
-            (Err(why), _) | (_, Err(why)) => return Outcome::Refused(why.to_string()),
+        let outcome = match (all("input"), all("output")) {
+            (Ok(inputs), Ok(expected)) => outcome(&model, inputs, expected),
+            (Err(why), _) | (_, Err(why)) => Outcome::Refused(why.to_string()),
         };
-        let outputs = match model.run(inputs) {
-            Ok(outputs) => outputs,
-            Err(why) => return Outcome::Failed(why.to_string()),
-        };
-        if outputs.len() != expected.len() {
-            let (have, want) = (outputs.len(), expected.len());
-            return Outcome::Wrong(format!("it has {have} outputs, expected {want}"));
+        if outcome != Outcome::Passed {
+            return outcome;
         }
-        for (at, (have, want)) in outputs.iter().zip(&expected).enumerate() {
-            if let Some(why) = difference(have, want) {
-                return Outcome::Wrong(format!("output {at}: {why}"));
-            }
+    }
+    Outcome::Passed
+}
+
+/// Returns the input of a light model: its elements are i / count.
+fn counted(input: &ValueType) -> TensorData {
+    let shape = input.shape.iter().flatten().map(|own| own.parse().unwrap_or(1));
+    let shape: Vec<usize> = shape.collect();
+    let count: usize = shape.iter().product();
+    let each = (0..count).map(|at| (at as f64 / count as f64) as f32);
+    TensorData::new(each.collect::<Vec<_>>(), shape)
+}
+
+/// Runs a model, and compares its outputs.
+fn outcome(model: &Model, inputs: Vec<TensorData>, expected: Vec<TensorData>) -> Outcome {
+    let outputs = match model.run(inputs) {
+        Ok(outputs) => outputs,
+        Err(why) => return Outcome::Failed(why.to_string()),
+    };
+    if outputs.len() != expected.len() {
+        let (have, want) = (outputs.len(), expected.len());
+        return Outcome::Wrong(format!("it has {have} outputs, expected {want}"));
+    }
+    for (at, (have, want)) in outputs.iter().zip(&expected).enumerate() {
+        if let Some(why) = difference(have, want) {
+            return Outcome::Wrong(format!("output {at}: {why}"));
         }
     }
     Outcome::Passed

@@ -9,6 +9,7 @@ use burn::tensor::{DType, TensorData};
 use ops::Ctx;
 
 use crate::array::Array;
+use crate::ops::Packed;
 use crate::tensor::Constant;
 
 /// Most elements of a constant that is no weight, but a factor, a mask or a limit.
@@ -26,6 +27,8 @@ pub(crate) struct Devices {
     keeps: bool,
     /// Constants on the device. All graphs of a model share them.
     constants: Mutex<HashMap<Key, (Constant, Array)>>,
+    /// Matrices of few bits, by the address of their codes and the type of the products.
+    packed: Mutex<HashMap<(usize, DType), Packed>>,
 }
 
 /// A constant as it lies on the device.
@@ -58,7 +61,8 @@ pub(crate) const fn has_kernels(device: &DispatchDevice) -> bool {
 
 impl Devices {
     pub(crate) fn new(device: DispatchDevice, ctx: Ctx) -> Self {
-        Self { device, host: host(), ctx, keeps: true, constants: Mutex::default() }
+        let (constants, packed) = (Mutex::default(), Mutex::default());
+        Self { device, host: host(), ctx, keeps: true, constants, packed }
     }
 
     /// Returns host memory only. All models share it.
@@ -72,6 +76,26 @@ impl Devices {
     /// Returns true if our kernels run on the device.
     pub(crate) const fn has_kernels(&self) -> bool {
         has_kernels(&self.device)
+    }
+
+    /// Returns a matrix of few bits, which is made once.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(crate) fn packed(
+        &self,
+        key: (usize, DType),
+        make: impl FnOnce() -> Result<Packed, String>,
+    ) -> Result<Packed, String> {
+        let mut packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = packed.get(&key) {
+            return Ok(own.clone());
+        }
+        let own = make()?;
+        if self.keeps {
+            packed.insert(key, own.clone());
+        }
+        Ok(own)
     }
 
     /// Returns a constant as elements of a type, on the device.

@@ -298,7 +298,9 @@ impl Reader<'_> {
             false => format!("{}::{}", proto.domain, proto.op_type),
         };
         let constants = Vec::new();
-        Ok(Node { name: proto.name, op, attributes, inputs, given, constants, outputs })
+        let mut node = Node { name: proto.name, op, attributes, inputs, given, constants, outputs };
+        crate::ops::hold(&mut node, &self.scope().graph.values);
+        Ok(node)
     }
 
     fn attribute(&mut self, own: AttributeProto) -> Result<Attribute, OnnxError> {

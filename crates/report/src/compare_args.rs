@@ -239,7 +239,7 @@ mod tests {
             fs::write(text(name), bytes).unwrap();
         }
         let check = |model: &Path, more: &[&str]| {
-            CompareArgs { model: model.to_owned(), ..compare(more).unwrap() }.check_files()
+            CompareArgs { model: Some(model.to_owned()), ..compare(more).unwrap() }.check_files()
         };
         for (model, more, want) in [
             (dir.path(), vec![], "cannot read"),

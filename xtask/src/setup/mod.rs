@@ -8,9 +8,11 @@ mod apt;
 mod cuda;
 mod gl;
 mod llvm;
+mod node_tests;
+mod wheels;
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use record::Backend;
@@ -41,6 +43,8 @@ pub(crate) struct Wants {
     pub(crate) cuda: Cuda,
     /// A GL driver, for backend `webgpu`.
     pub(crate) gl: bool,
+    /// The tests of ONNX's operators.
+    pub(crate) node_tests: bool,
 }
 
 /// State of the optional parts.
@@ -48,12 +52,18 @@ pub(crate) struct Wants {
 pub(crate) struct Ready {
     pub(crate) cuda: Result<CudaHome, Missing>,
     pub(crate) gl: Result<(), Missing>,
+    /// Folder with the folders of tests `node`, `simple` and so on.
+    pub(crate) node_tests: Result<PathBuf, Missing>,
 }
 
 /// Prepares the machine. In a bundle, nothing is installed or downloaded.
 pub(crate) fn prepare(place: &Place, wants: Wants) -> Result<Ready> {
     if let Place::Bundle(_) = place {
-        return Ok(Ready { cuda: cuda::installed().ok_or_else(cuda::absent), gl: gl::present() });
+        return Ok(Ready {
+            cuda: cuda::installed().ok_or_else(cuda::absent),
+            gl: gl::present(),
+            node_tests: node_tests::found(),
+        });
     }
     toolchain()?;
     llvm::prepare()?;
@@ -65,7 +75,9 @@ pub(crate) fn prepare(place: &Place, wants: Wants) -> Result<Ready> {
         Cuda::WithDriver | Cuda::Always => cuda::installed_or_fetched()?,
     };
     let gl = if wants.gl { gl::prepare()? } else { gl::present() };
-    Ok(Ready { cuda, gl })
+    let node_tests =
+        if wants.node_tests { node_tests::found_or_fetched()? } else { node_tests::found() };
+    Ok(Ready { cuda, gl, node_tests })
 }
 
 /// Refuses an explicitly named backend without a driver, before anything is built.

@@ -202,8 +202,10 @@ fn document(report: &Report, style: Style) -> String {
     let names = rows.iter().map(|row| (row.backend.name().to_owned(), Align::Left));
     let mut table = Table::new([(String::new(), Align::Left)].into_iter().chain(names));
     let mut line = |label: &str, of: &dyn Fn(&Row) -> Option<String>| {
-        let cells = rows.iter().map(|row| of(row).unwrap_or_default());
-        table.row([label.to_owned()].into_iter().chain(cells));
+        let cells: Vec<_> = rows.iter().map(|row| of(row).unwrap_or_default()).collect();
+        if cells.iter().any(|cell| !cell.is_empty()) {
+            table.row([label.to_owned()].into_iter().chain(cells));
+        }
     };
     line("device", &|row| Some(row.device.clone()));
     line("floats", &|row| Some(row.dtype.clone()));

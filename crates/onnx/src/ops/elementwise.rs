@@ -14,11 +14,27 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             "whether it trains is an input: dropout while training is random".to_owned()
         ));
     }
-    if call.opset < 7 && call.int("broadcast") == Some(1) && call.int("axis").is_some() {
-        return Some(Err("broadcasting by an axis (opset 6) is not supported".to_owned()));
-    }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
-    Some(Ok(run))
+    let from = call.int("axis").filter(|_| call.opset < 7 && call.flag("broadcast"));
+    Some(Ok(match from {
+        Some(from) => from_axis(run, from),
+        None => run,
+    }))
+}
+
+/// Runs an operator of opset 6 whose second input begins at an axis of the first.
+fn from_axis(run: Run, from: i64) -> Run {
+    Box::new(move |inputs| {
+        let (a, b) = (inputs.get(0)?, inputs.get(1)?);
+        let from = super::axis(from, a.rank())?;
+        let mut shape = b.shape();
+        if from + shape.len() > a.rank() {
+            return Err(format!("{shape:?} does not fit from axis {from} of {:?}", a.shape()));
+        }
+        shape.resize(a.rank() - from, 1);
+        let all = [Some(a), Some(b.reshape(&shape))];
+        run(&Inputs { all: &all, ..*inputs })
+    })
 }
 
 /// An operator of one input.

@@ -171,7 +171,7 @@ impl Convolution {
     }
 }
 
-fn vector(own: Array) -> burn::tensor::Tensor<1> {
+pub(super) fn vector(own: Array) -> burn::tensor::Tensor<1> {
     let count = own.count();
     own.reshape(&[count]).tensor()
 }

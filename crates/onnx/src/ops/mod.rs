@@ -28,6 +28,7 @@ use burn::backend::DispatchDevice;
 use burn::tensor::{DType, TensorData};
 use ops::{Activation, Ctx, Program as Steps};
 
+pub(crate) use self::microsoft::packed::{Packed, hold};
 use crate::array::Array;
 use crate::devices::Devices;
 use crate::graph::{Attribute, Node};
@@ -96,6 +97,10 @@ impl<'a> Call<'a> {
     /// Returns true if our kernels run on the device.
     pub(crate) fn has_kernels(&self) -> bool {
         self.devices.has_kernels()
+    }
+
+    pub(crate) const fn devices(&self) -> &'a Arc<Devices> {
+        self.devices
     }
 
     pub(crate) fn int(&self, name: &str) -> Option<i64> {

@@ -3,7 +3,7 @@
 //! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels where the text is silent.
 
 mod attention;
-mod packed;
+pub(crate) mod packed;
 
 use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;

@@ -5,12 +5,49 @@
 //! ```
 //!
 //! Codes of one block follow each other, the first in the low bits of its byte. Without zero points all are the middle of the range.
+//!
+//! Codes of 4 bits with one zero point for all are those of our kernels for 4-bit weights, whose codebook is then the range of codes.
+//! Others become a dense matrix on the device, once.
+
+use std::borrow::Cow;
+use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
+use ops::checkpoint::Encoded;
+use ops::{Block, Epilogue, OpError, QuantizedWeight, Scales, Scheme, WeightFormat};
 
-use super::super::linear::product;
+use super::super::fused::{Finish, is_ours, projected, vector};
 use super::super::{Call, Run};
 use crate::array::Array;
+use crate::graph::{Attribute, Node, Value};
+
+/// Inputs that must be constants, by their places.
+const PARTS: [(usize, &str); 3] = [(1, CODES), (2, SCALES), (3, ZEROS)];
+const CODES: &str = "flashover codes";
+const SCALES: &str = "flashover scales";
+const ZEROS: &str = "flashover zeros";
+
+/// Moves constants of a packed matrix from the inputs of a node to its attributes, so that they are not copied to a device as they are.
+pub(crate) fn hold(node: &mut Node, values: &[Value]) {
+    if node.op != "com.microsoft::MatMulNBits" {
+        return;
+    }
+    for (place, name) in PARTS {
+        let id = node.inputs.get(place).copied().flatten();
+        if let Some(data) = id.and_then(|id| values[id].constant.clone()) {
+            node.inputs[place] = None;
+            node.attributes.insert(name.to_owned(), Attribute::Tensor(data));
+        }
+    }
+}
+
+/// A matrix on a device.
+#[derive(Clone)]
+pub(crate) enum Packed {
+    Codes(Arc<QuantizedWeight>),
+    /// `[k, n]`
+    Dense(Arc<Array>),
+}
 
 pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
     let count = |name: &str| {
@@ -22,73 +59,155 @@ pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
     if ![2, 4, 8].contains(&bits) {
         return Err(format!("codes of {bits} bits are not supported"));
     }
-    if call.is_given(1) || call.is_given(2) || call.is_given(3) || call.is_given(4) {
+    if PARTS.iter().any(|(place, _)| call.has_input(*place)) {
         return Err("a packed matrix that is no constant is not supported".to_owned());
     }
-    let shape = Packed { k, n, block, bits: bits as usize };
+    if call.has_input(4) {
+        return Err("blocks by an index are not supported".to_owned());
+    }
+    let codes = call.tensor(CODES).ok_or("it has no codes")?;
+    let scales = call.tensor(SCALES).ok_or("it has no scales")?;
+    let own = Matrix { k, n, block, bits: bits as usize, codes, scales, zeros: call.tensor(ZEROS) };
+    own.checked()?;
+    let devices = call.devices().clone();
+    let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
-        let x = inputs.get(0)?;
-        if inputs.maybe(4).is_some() {
-            return Err("blocks by an index are not supported".to_owned());
-        }
-        let zeros = inputs.maybe(3).map(|own| own.to_data()).transpose()?;
-        let weight = shape.decoded(&inputs.get(1)?.to_data()?, inputs.get(2)?.floats()?, zeros)?;
-        let weight = Array::from_data(TensorData::new(weight, [n, k]), &x.device());
-        let out = product(inputs.ctx, x.clone(), weight.cast(x.dtype()).permute(&[1, 0]))?;
-        Ok(vec![match inputs.maybe(5) {
-            Some(bias) => out.plus(bias),
-            None => out,
+        let (x, bias) = (inputs.get(0)?, inputs.maybe(5));
+        let key = (own.codes.as_bytes().as_ptr().addr(), x.dtype());
+        let matrix = devices.packed(key, || {
+            if let Some(codes) = own.as_four_bits().filter(|_| ours && is_ours(x.dtype())) {
+                let device = burn::tensor::Device::new(devices.device.clone());
+                match QuantizedWeight::from_host(&devices.ctx, &codes, &device) {
+                    Ok(weight) => return Ok(Packed::Codes(Arc::new(weight))),
+                    // A shape that the kernels do not have.
+                    Err(OpError::Weight(_)) => {}
+                    Err(why) => return Err(why.to_string()),
+                }
+            }
+            let weight = TensorData::new(own.decoded(), [own.n, own.k]);
+            let weight = Array::from_data(weight, &x.device()).cast(x.dtype());
+            Ok(Packed::Dense(Arc::new(weight.permute(&[1, 0]))))
+        })?;
+        Ok(vec![match matrix {
+            Packed::Dense(weight) => {
+                let finish = Finish { bias, ..Finish::default() };
+                projected(inputs.ctx, ours, x, (*weight).clone(), finish)?
+            }
+            Packed::Codes(weight) => {
+                let mut shape = x.shape();
+                let rows = x.count() / own.k;
+                let epilogue = Epilogue { bias: bias.map(vector), ..Epilogue::default() };
+                let x = x.reshape(&[rows, own.k]).tensor::<2>();
+                let out = ops::quantized_linear(inputs.ctx, x, &weight, epilogue);
+                let out = Array::of_tensor(out.map_err(|why| why.to_string())?);
+                shape.pop();
+                shape.push(own.n);
+                out.reshape(&shape)
+            }
         }])
     }))
 }
 
-/// Sizes of a packed matrix.
-#[derive(Clone, Copy)]
-struct Packed {
+/// A packed matrix `[n, k]`.
+struct Matrix {
     k: usize,
     n: usize,
     block: usize,
     bits: usize,
+    codes: TensorData,
+    scales: TensorData,
+    zeros: Option<TensorData>,
 }
 
-impl Packed {
-    /// Returns the numbers `[n, k]`.
-    fn decoded(
-        self,
-        codes: &TensorData,
-        scales: Vec<f64>,
-        zeros: Option<TensorData>,
-    ) -> Result<Vec<f32>, String> {
-        let Self { k, n, block, bits } = self;
-        let (blocks, each) = (k.div_ceil(block), block * bits / 8);
-        let (codes, middle) = (codes.as_bytes(), (1 << (bits - 1)) as f32);
-        if codes.len() != n * blocks * each || scales.len() != n * blocks {
-            return Err(format!("its codes or scales do not make [{n}, {k}]"));
+impl Matrix {
+    fn blocks(&self) -> usize {
+        self.k.div_ceil(self.block)
+    }
+
+    /// Bytes of packed zero points of a row.
+    fn row(&self) -> usize {
+        (self.blocks() * self.bits).div_ceil(8)
+    }
+
+    fn checked(&self) -> Result<(), String> {
+        let Self { k, n, block, bits, codes, scales, zeros } = self;
+        let blocks = n * self.blocks();
+        let zeros = zeros.as_ref().is_none_or(|own| match own.dtype() {
+            DType::U8 => own.as_bytes().len() == n * self.row(),
+            _ => own.num_elements() == blocks,
+        });
+        match codes.as_bytes().len() == blocks * block * bits / 8
+            && scales.num_elements() == blocks
+            && zeros
+        {
+            true => Ok(()),
+            false => Err(format!("its codes, scales or zero points do not make [{n}, {k}]")),
         }
-        let code = |bytes: &[u8], at: usize| {
-            let byte = bytes[at * bits / 8];
-            let mask = if bits == 8 { 255 } else { (1u8 << bits) - 1 };
-            f32::from((byte >> (at * bits % 8)) & mask)
-        };
-        // Packed zero points begin a byte with each row; others are numbers.
-        let row = (blocks * bits).div_ceil(8);
-        let numbers = match &zeros {
-            Some(own) if own.dtype() != DType::U8 => Some(own.iter::<f32>().collect::<Vec<_>>()),
-            _ => None,
-        };
-        let zero = |line: usize, at: usize| match (&numbers, &zeros) {
-            (Some(numbers), _) => numbers.get(line * blocks + at).copied().unwrap_or(middle),
-            (None, Some(own)) => code(&own.as_bytes()[line * row..], at),
-            (None, None) => middle,
-        };
-        let mut out = Vec::with_capacity(n * k);
-        for line in 0..n {
-            for at in 0..k {
-                let own = line * blocks + at / block;
-                let bytes = &codes[own * each..(own + 1) * each];
-                out.push(scales[own] as f32 * (code(bytes, at % block) - zero(line, at / block)));
+    }
+
+    /// Returns the code at a place of some bytes.
+    fn code(&self, bytes: &[u8], at: usize) -> f32 {
+        let byte = bytes[at * self.bits / 8];
+        let mask = if self.bits == 8 { 255 } else { (1u8 << self.bits) - 1 };
+        f32::from((byte >> (at * self.bits % 8)) & mask)
+    }
+
+    /// Returns the zero point of each block.
+    fn each_zero(&self) -> Vec<f32> {
+        let blocks = self.blocks();
+        match &self.zeros {
+            None => vec![(1 << (self.bits - 1)) as f32; self.n * blocks],
+            // Packed zero points begin a byte with each row; others are numbers.
+            Some(own) if own.dtype() == DType::U8 => {
+                let of_row = |row: &[u8]| (0..blocks).map(|at| self.code(row, at)).collect();
+                own.as_bytes()
+                    .chunks(self.row())
+                    .flat_map(|row| -> Vec<f32> { of_row(row) })
+                    .collect()
+            }
+            Some(own) => own.iter::<f32>().collect(),
+        }
+    }
+
+    /// Returns the matrix in the format of our kernels; none if they do not have it.
+    fn as_four_bits(&self) -> Option<Encoded<'static>> {
+        let zeros = self.each_zero();
+        let zero = *zeros.first()?;
+        let block = u32::try_from(self.block).ok()?;
+        let whole =
+            self.k % self.block == 0 && block.is_power_of_two() && (32..=4096).contains(&block);
+        if self.bits != 4 || !whole || zeros.iter().any(|own| *own != zero) {
+            return None;
+        }
+        // Ours have the first code in the high bits, and a codebook of numbers up to 1.
+        let codes = self.codes.as_bytes().iter().map(|own| own.rotate_left(4)).collect();
+        let book = (0..16u8).flat_map(|code| ((f32::from(code) - zero) / 8.0).to_le_bytes());
+        let absmax = self.scales.iter::<f32>().flat_map(|own| (8.0 * own).to_le_bytes());
+        let buffers: [Vec<u8>; 3] = [codes, absmax.collect(), book.collect()];
+        Some(Encoded {
+            scheme: Scheme {
+                format: WeightFormat::Nf4,
+                block: Block::Elements(block),
+                scales: Scales::F32,
+            },
+            dtype: arch::DType::F32,
+            shape: vec![self.n, self.k],
+            buffers: buffers.map(Cow::Owned).into(),
+        })
+    }
+
+    /// Returns the numbers `[n, k]`.
+    fn decoded(&self) -> Vec<f32> {
+        let (scales, zeros) = (self.scales.iter::<f32>().collect::<Vec<_>>(), self.each_zero());
+        let (blocks, each) = (self.blocks(), self.block * self.bits / 8);
+        let mut out = Vec::with_capacity(self.n * self.k);
+        for line in 0..self.n {
+            for at in 0..self.k {
+                let own = line * blocks + at / self.block;
+                let bytes = &self.codes.as_bytes()[own * each..(own + 1) * each];
+                out.push(scales[own] * (self.code(bytes, at % self.block) - zeros[own]));
             }
         }
-        Ok(out)
+        out
     }
 }
