@@ -97,6 +97,12 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             return Some(Type { dtype: Some(to), shape: x.shape.clone() });
         }
         "MatMul" => product(x.shape.as_ref()?, ty(1)?.shape.as_ref()?)?,
+        "Gemm" => {
+            let (a, b) = (x.shape.as_ref()?, ty(1)?.shape.as_ref()?);
+            let [rows, columns] = [("transA", 0), ("transB", 1)]
+                .map(|(name, at)| if int(node, name).unwrap_or(0) == 0 { at } else { 1 - at });
+            vec![*a.get(rows)?, *b.get(columns)?]
+        }
         "Concat" => {
             let all =
                 (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;

@@ -2,7 +2,7 @@
 //!
 //! On a device without our kernels the same results come from Burn's operations, one after the other.
 
-use burn::tensor::DType;
+use burn::tensor::{DType, FloatDType, TensorData};
 use ops::{
     Activation, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind, NormWeights, OpError,
 };
@@ -171,6 +171,28 @@ impl Convolution {
     }
 }
 
+/// Returns the mean over the pixels of an image `[batch, channels, …]` as a product with ones, `[batch, channels]`; none for an image
+/// whose channels do not come last in memory, or without our kernels.
+///
+/// # Errors
+/// The device failed.
+pub(super) fn mean_of_pixels(ctx: &Ctx, ours: bool, x: &Array) -> Result<Option<Array>, String> {
+    let (shape, dtype, rank) = (x.shape(), x.dtype(), x.rank());
+    let last: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
+    if !ours || !is_ours(dtype) || !(3..=4).contains(&rank) || x.order() != last {
+        return Ok(None);
+    }
+    let (batch, channels, pixels) = (shape[0], shape[1], shape[2..].iter().product::<usize>());
+    let rows = x.clone().permute(&last).reshape(&[batch, 1, pixels, channels]);
+    let ones = TensorData::full([1, 1, 1, pixels], 1f32).convert_dtype(dtype);
+    let ones = Array::from_data(ones, &x.device());
+    // The sum may be too large for f16.
+    let epilogue = Epilogue { out: Some(FloatDType::F32), ..Epilogue::default() };
+    let sum = ops::matmul(ctx, ones.tensor::<4>(), rows.tensor::<4>(), epilogue).map_err(told)?;
+    let mean = Array::of_tensor(sum).times_number(1.0 / pixels as f64).cast(dtype);
+    Ok(Some(mean.reshape(&[batch, channels])))
+}
+
 pub(super) fn vector(own: Array) -> burn::tensor::Tensor<1> {
     let count = own.count();
     own.reshape(&[count]).tensor()
@@ -313,7 +335,7 @@ impl GroupNorm {
         let [factor, bias] = weights;
         let whole = |own: &Option<Array>| own.clone().filter(|own| own.count() == channels);
         let both = whole(&factor).zip(whole(&bias));
-        let (true, 4, Some((weight, of_bias)), true) =
+        let (true, 3 | 4, Some((weight, of_bias)), true) =
             (self.ours, x.rank(), both, is_ours(x.dtype()))
         else {
             let x = match second {
@@ -332,8 +354,12 @@ impl GroupNorm {
             modulation: None,
             activation: self.activation,
         };
-        let out = ops::group_norm(ctx, x.tensor(), options).map_err(told)?;
-        Ok(Array::of_tensor(out))
+        // In one dimension the width is 1.
+        let mut shape = x.shape();
+        shape.resize(4, 1);
+        let out = ops::group_norm(ctx, x.clone().reshape(&shape).tensor(), options);
+        Ok(Array::of_tensor(out.map_err(told)?)
+            .reshape(&[&shape[..1], &[channels], &x.shape()[2..]].concat()))
     }
 }
 

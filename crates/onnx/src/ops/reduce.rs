@@ -4,6 +4,7 @@ use burn::backend::ops::{ActivationOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::{DType, IntDType, TensorData};
 
+use super::fused::mean_of_pixels;
 use super::{Call, Inputs, Read, axis};
 use crate::array::{Array, Kind, scalar_of};
 
@@ -23,6 +24,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     };
     let fixed = call.ints("axes").map(<[i64]>::to_vec);
     let (keep, none) = (call.int("keepdims") != Some(0), call.flag("noop_with_empty_axes"));
+    let (is_mean, ours) = (call.op() == "ReduceMean", call.has_kernels());
     Some(Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
@@ -46,6 +48,10 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             .collect();
         let left = kept.iter().enumerate().filter(|(at, _)| keep || !axes.contains(at));
         let shape: Vec<usize> = left.map(|(_, len)| *len).collect();
+        let of_pixels = is_mean && own.len() > 2 && axes.iter().copied().eq(2..own.len());
+        if of_pixels && let Some(mean) = mean_of_pixels(inputs.ctx, ours, &x)? {
+            return Ok(vec![mean.reshape(&shape)]);
+        }
         Ok(vec![fold(x, &axes).reshape(&shape)])
     })))
 }

@@ -4,6 +4,7 @@ use burn::backend::Dispatch;
 use burn::backend::ops::{ConvOptions, ConvTransposeOptions, FloatTensorOps, ModuleOps};
 use burn::tensor::{DType, IntDType, TensorData};
 
+use super::fused::mean_of_pixels;
 use super::{Call, Inputs, Read, Run};
 use crate::array::{Array, Kind, scalar_of};
 
@@ -18,9 +19,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "LpPool" => {
             pool(call, Pool::Lp(call.float("p").or(call.int("p").map(|p| p as f64)).unwrap_or(2.0)))
         }
-        "GlobalMaxPool" => Ok(global(Pool::Max)),
-        "GlobalAveragePool" => Ok(global(Pool::Mean)),
-        "GlobalLpPool" => Ok(global(Pool::Lp(call.int("p").unwrap_or(2) as f64))),
+        "GlobalMaxPool" => Ok(global(call, Pool::Max)),
+        "GlobalAveragePool" => Ok(global(call, Pool::Mean)),
+        "GlobalLpPool" => Ok(global(call, Pool::Lp(call.int("p").unwrap_or(2) as f64))),
         _ => return None,
     })
 }
@@ -458,12 +459,18 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
 }
 
 /// A pool over the whole image.
-fn global(kind: Pool) -> Run {
+fn global(call: &Call<'_>, kind: Pool) -> Run {
+    let ours = call.has_kernels();
     Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
         let image = own.get(2..).ok_or("an image has a rank of 3 or more")?;
         let rank = image.len();
+        if let Pool::Mean = kind
+            && let Some(mean) = mean_of_pixels(inputs.ctx, ours, &x)?
+        {
+            return Ok(vec![mean.reshape(&[&own[..2], &vec![1; rank][..]].concat())]);
+        }
         if matches!(kind, Pool::Max | Pool::Mean) && x.dtype().is_float() && rank > 0 {
             // The pixels as one dimension: a view, wherever the channels lie.
             let pixels = x.reshape(&[own[0], own[1], image.iter().product()]).into_inner();

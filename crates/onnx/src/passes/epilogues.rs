@@ -28,7 +28,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?;
     let start = match node.op.as_str() {
         "Conv" => conv(view, node)?,
-        "MatMul" | "Gemm" => linear(view, node)?,
+        "MatMul" | "Gemm" => fused(linear(view, node)?, node, Kind::Linear),
+        "flashover::Linear" => Fused { node: node.clone(), kind: Kind::Linear, activated: false },
         "GroupNormalization" => group_norm(view, node)?,
         _ => return None,
     };
@@ -39,8 +40,9 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         own = next;
         places.push(place);
     }
-    // A convolution with its bias is one node already.
-    if places.len() == 1 && own.kind != Kind::Linear {
+    // A convolution with its bias is one node already, and a product that an earlier pass made.
+    let made = view.node(at)?.op == "flashover::Linear";
+    if places.len() == 1 && (own.kind != Kind::Linear || made) {
         return None;
     }
     let last = places.pop()?;
@@ -77,7 +79,7 @@ fn fused(mut own: Node, node: &Node, kind: Kind) -> Fused {
 }
 
 /// Returns a product with a constant matrix as `flashover::Linear`.
-fn linear(view: &View<'_>, node: &Node) -> Option<Fused> {
+pub(super) fn linear(view: &View<'_>, node: &Node) -> Option<Node> {
     let weight = view.constant(node.input(1)?)?;
     let is_float = weight.shape.len() == 2 && weight.dtype.is_float();
     let one = |name: &str| node.float(name).is_none_or(|own| own == 1.0);
@@ -86,6 +88,7 @@ fn linear(view: &View<'_>, node: &Node) -> Option<Fused> {
         return None;
     }
     let mut own = in_place_of(node, "flashover::Linear", node.inputs.clone());
+    own.attributes = node.attributes.clone();
     if let Some(bias) = node.input(2) {
         let n = weight.shape[usize::from(node.int("transB") != Some(1))];
         let fits =
@@ -93,12 +96,12 @@ fn linear(view: &View<'_>, node: &Node) -> Option<Fused> {
         fits.then_some(())?;
     }
     own.attributes.remove("alpha");
-    Some(fused(own, node, Kind::Linear))
+    Some(own)
 }
 
 fn group_norm(view: &View<'_>, node: &Node) -> Option<Fused> {
     let weighted = node.input(1).is_some() && node.input(2).is_some();
-    let image = view.dims(node.x()?)?.len() == 4;
+    let image = (3..=4).contains(&view.dims(node.x()?)?.len());
     let own = (weighted && image)
         .then(|| in_place_of(node, "flashover::GroupNorm", node.inputs.clone()))?;
     Some(fused(own, node, Kind::GroupNorm))

@@ -50,7 +50,11 @@ pub const PASSES: [Pass; 15] = [
     Pass { name: "pad", about: "padding before convolutions", rewrite: images::pad },
     Pass { name: "attention", about: "attention from its parts", rewrite: attention::rewrite },
     Pass { name: "move", about: "chains that only move elements", rewrite: moves::rewrite },
-    Pass { name: "reshape", about: "sums of reshaped products", rewrite: reshapes::rewrite },
+    Pass {
+        name: "reshape",
+        about: "products of reshaped rows, and their sums",
+        rewrite: reshapes::rewrite,
+    },
     Pass {
         name: "epilogue",
         about: "what follows a convolution or product",

@@ -1,14 +1,68 @@
-//! Sums of a reshaped product, as the reshaped sum: `reshape(x·w) + r = reshape(x·w + unshape(r))`. The sum is then part of the
-//! product's epilogue, and reshaping and transposing are views.
+//! Products of reshaped rows, as products of the rows as they are; and sums of a reshaped product, as the reshaped sum:
+//! `reshape(x·w) + r = reshape(x·w + unshape(r))`. The sum is then part of the product's epilogue, and reshaping and transposing are
+//! views.
 
-use crate::graph::{Attribute, Node, ValueId};
+use burn::tensor::TensorData;
 
+use crate::graph::{Attribute, Node, Type, ValueId};
+
+use super::epilogues::linear;
 use super::view::{View, in_place_of};
 
 /// Most nodes between a product and a sum.
 const MOST: usize = 6;
 
+const PRODUCTS: [&str; 3] = ["MatMul", "Gemm", "flashover::Linear"];
+
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
+    match view.node(at)?.op.as_str() {
+        "Reshape" => product(view, at),
+        "Add" => sum(view, at),
+        _ => None,
+    }
+}
+
+/// `[a, b, …] → [a·b, k] → product → [a·b, n] → [a, b, n]`: rows of two or more dimensions are joined for the product only.
+fn product(view: &mut View<'_>, at: usize) -> Option<()> {
+    let last = view.node(at)?.clone();
+    let joined = last.x()?;
+    let place = ["Gemm", "MatMul"].iter().find_map(|op| view.place(joined, op));
+    let place = place.filter(|_| view.is_read_once(joined))?;
+    let node = view.node(place)?.clone();
+    let own = linear(view, &node)?;
+    let (from, to) = (view.place(node.x()?, "Reshape")?, view.shape(last.y()?)?);
+    let x = view.node(from)?.x()?;
+    let (have, rows) = (view.shape(x)?, view.shape(node.x()?)?);
+    let (n, outer) = to.split_last()?;
+    let whole = outer.len() > 1 && have.get(..outer.len()) == Some(outer);
+    let fits = whole && rows.len() == 2 && outer.iter().product::<usize>() == rows[0];
+    if !fits || view.shape(joined)? != [rows[0], *n] {
+        return None;
+    }
+    let shape = [outer, &rows[1..]].concat();
+    let x = match have == shape {
+        true => x,
+        false => {
+            let ty = Type {
+                dtype: view.dtype(x),
+                shape: Some(shape.iter().map(|len| Some(*len)).collect()),
+            };
+            let lengths: Vec<i64> = shape.iter().map(|len| *len as i64).collect();
+            let lengths = view.add_constant(TensorData::new(lengths, [shape.len()]));
+            let to = view.add_value(ty);
+            let own = in_place_of(&last, "Reshape", vec![Some(x), Some(lengths)]);
+            view.insert(at, Node { outputs: vec![Some(to)], ..own });
+            to
+        }
+    };
+    let mut inputs = own.inputs.clone();
+    inputs[0] = Some(x);
+    view.remove(place);
+    view.replace(at, Node { inputs, outputs: last.outputs, ..own });
+    Some(())
+}
+
+fn sum(view: &mut View<'_>, at: usize) -> Option<()> {
     let sum = view.call(at, "Add")?.clone();
     let [Some(one), Some(other)] = sum.inputs[..] else { return None };
     let (moved, rest) = [(one, other), (other, one)].into_iter().find_map(|(own, rest)| {
@@ -60,14 +114,14 @@ fn moved(view: &View<'_>, id: ValueId) -> Option<Vec<(usize, Node)>> {
         found.push((place, node));
     }
     found.reverse();
-    let is_product = ["MatMul", "Gemm", "Add"].iter().any(|op| view.made_for_one(id, op).is_some());
+    let is_product = PRODUCTS.iter().chain(&["Add"]).any(|op| view.made_for_one(id, op).is_some());
     (is_product && !found.is_empty() && has_product(view, id)).then_some(found)
 }
 
 /// Returns true for a product with a constant matrix, or its sum with a bias.
 fn has_product(view: &View<'_>, id: ValueId) -> bool {
     let product = |id: ValueId| {
-        let node = ["MatMul", "Gemm"].iter().find_map(|op| view.made_for_one(id, op));
+        let node = PRODUCTS.iter().find_map(|op| view.made_for_one(id, op));
         node.and_then(|node| node.input(1)).is_some_and(|weight| view.constant(weight).is_some())
     };
     let biased = |node: &Node| {
@@ -93,7 +147,7 @@ fn undone(view: &mut View<'_>, at: usize, node: &Node, id: ValueId) -> Option<Va
         _ => {
             let shape: Vec<i64> = ty.known_shape()?.iter().map(|len| *len as i64).collect();
             let len = shape.len();
-            let shape = view.add_constant(burn::tensor::TensorData::new(shape, [len]));
+            let shape = view.add_constant(TensorData::new(shape, [len]));
             in_place_of(node, "Reshape", vec![Some(id), Some(shape)])
         }
     };

@@ -285,6 +285,46 @@ fn convolutions_read_images_that_are_padded_doubled_or_joined() {
 }
 
 #[test]
+fn a_product_of_reshaped_rows_and_its_residual_are_one_kernel() {
+    // Attention of torch, whose rows are [positions, batch].
+    let mut own = Build::new(&[2, 5, 12]);
+    let turned = own.node("Transpose", &["x"], &[("perm", &[1, 0, 2])]);
+    let (heads, rows, whole) =
+        (own.ints(&[5, 2, 3, 4]), own.ints(&[10, 12]), own.ints(&[5, 2, 12]));
+    let split = own.node("Reshape", &[&turned, &heads], &[]);
+    let joined = own.node("Reshape", &[&split, &rows], &[]);
+    let (weight, bias) = (own.weights(&[12, 12]), own.weights(&[12]));
+    let product = own.node("Gemm", &[&joined, &weight, &bias], &[("transB", &[1])]);
+    let apart = own.node("Reshape", &[&product, &whole], &[]);
+    let back = own.node("Transpose", &[&apart], &[("perm", &[1, 0, 2])]);
+    let sum = own.node("Add", &["x", &back], &[]);
+    own.check(&sum, &["reshape", "epilogue"]);
+}
+
+#[test]
+fn means_of_pixels_and_norms_of_rank_3_run_on_the_kernels() {
+    let mut own = Build::new(&[2, 4, 6, 6]);
+    let filters = own.weights(&[8, 4, 3, 3]);
+    let image = own.node("Conv", &["x", &filters], &[]);
+    let mean = own.node("GlobalAveragePool", &[&image], &[]);
+    let shape = own.ints(&[2, 4, 36]);
+    let line = own.node("Reshape", &["x", &shape], &[]);
+    let (of, bias) = (own.numbers(&[2], vec![1.0; 2]), own.numbers(&[2], vec![0.0; 2]));
+    let (parts, back) = (own.ints(&[0, 2, -1]), own.ints(&[2, 4, 36]));
+    let parts = own.node("Reshape", &[&line, &parts], &[]);
+    let normed = own.node("InstanceNormalization", &[&parts, &of, &bias], &[]);
+    let normed = own.node("Reshape", &[&normed, &back], &[]);
+    let (scale, shift) = (own.weights(&[4, 1]), own.weights(&[4, 1]));
+    let scaled = own.node("Mul", &[&normed, &scale], &[]);
+    let normed = own.node("Add", &[&scaled, &shift], &[]);
+    let shape = own.ints(&[2, 4, 2]);
+    let mean = own.node("Reshape", &[&mean, &shape], &[]);
+    let mean = own.node("ReduceMean", &[&mean], &[("axes", &[2])]);
+    let out = own.node("Mul", &[&normed, &mean], &[]);
+    own.check(&out, &["group-norm"]);
+}
+
+#[test]
 fn switches_name_passes() {
     let on = Passes::parse("-chain,-qkv").expect("they exist");
     assert!(on.has("epilogue") && !on.has("chain") && !on.has("qkv"));

@@ -9,10 +9,10 @@ use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;
 use ops::{Activation, Constant};
 
-use super::fused::activated;
+use super::fused::{Convolution, Operands, activated};
 use super::linear::product;
 use super::norm::{grouped, normed, scaled};
-use super::windows::{Windows, convolved};
+use super::windows::Windows;
 use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
@@ -162,8 +162,13 @@ fn gemm(call: &Call<'_>) -> Result<Run, String> {
 /// its filters.
 fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
     let (last, filters_last) = (op != "FusedConv", op == "NhwcConv");
-    let windows = Windows::of(call)?;
-    let activation = of_name(call, call.floats("activation_params").unwrap_or(&[]))?;
+    let own = Convolution {
+        windows: Windows::of(call)?,
+        activation: of_name(call, call.floats("activation_params").unwrap_or(&[]))?,
+        last: call.has_input(3),
+        doubled: false,
+        ours: call.has_kernels(),
+    };
     Ok(Box::new(move |inputs| {
         let first = |own: Array| {
             let rank = own.rank();
@@ -171,13 +176,16 @@ fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
             own.permute(&order)
         };
         let image = |own: Array| if last { first(own) } else { own };
-        let (x, w) = (image(inputs.get(0)?), inputs.get(1)?);
-        let w = if filters_last { first(w) } else { w };
-        let mut out = convolved(x, w, inputs.maybe(2), &windows)?;
-        if let Some(z) = inputs.maybe(3) {
-            out = out.plus(image(z));
-        }
-        let out = activated(out, activation)?;
+        let w = inputs.get(1)?;
+        let operands = Operands {
+            x: image(inputs.get(0)?),
+            weight: if filters_last { first(w) } else { w },
+            bias: inputs.maybe(2),
+            residual: inputs.maybe(3).map(image),
+            each: None,
+            second: None,
+        };
+        let out = own.run(inputs.ctx, operands)?;
         let rank = out.rank();
         let order: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
         Ok(vec![if last { out.permute(&order) } else { out }])
