@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use anyhow::Result;
 use record::Backend;
 use report::fail::usage;
-use report::{BenchArgs, CompareArgs, Doctor, Selection, VerifyArgs};
+use report::{BenchArgs, CompareArgs, Device, Doctor, Selection, VerifyArgs};
 
 use crate::conformance;
 use crate::place::Place;
@@ -39,7 +39,9 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
         }
     };
     let chosen = Doctor::ask(programs.command("flashover"))?.choose(&args.backend, false)?;
-    for device in &chosen.devices {
+    // Of the other backends there is no list yet.
+    let listed = |own: &&Device| [Backend::Cpu, Backend::Cuda].contains(&own.backend);
+    for device in chosen.devices.iter().filter(listed) {
         let profile = args.profile.as_deref().filter(|_| device.backend == Backend::Cuda);
         let counts = conformance::check(&programs, &folder, device.backend, profile)?;
         command::print(&format!("onnx on {}: {counts}\n", device.backend))?;

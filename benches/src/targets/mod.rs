@@ -3,6 +3,7 @@
 mod sweep;
 
 use std::io::IsTerminal;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use command::OutFile;
@@ -28,6 +29,9 @@ pub(crate) struct TargetsArgs {
     /// Also compile configs that the shipped tune cache holds for an RTX card
     #[arg(long)]
     tuned: bool,
+    /// With --tuned: compile one in so many of these configs
+    #[arg(long, value_name = "N", default_value = "1", requires = "tuned")]
+    share: NonZeroUsize,
     /// Compile again instances with stored results
     #[arg(long)]
     fresh: bool,
@@ -43,6 +47,7 @@ pub(crate) struct TargetsArgs {
 pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     let TargetsArgs { cuda_home, filter, tuned, .. } = args;
     let (filter, dump, tuned) = (filter.as_deref(), args.dump.as_deref(), *tuned);
+    let whole = tuned && args.share == NonZeroUsize::MIN;
     if let Some(dir) = dump {
         std::fs::create_dir_all(dir).map_err(|e| {
             anyhow::anyhow!("cannot create {}: {e}\nhint: set --dump to a folder", dir.display())
@@ -62,7 +67,8 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
         _ => String::new(),
     };
     let known = Known::read(&kept);
-    let (rows, findings) = sweep(&Toolkit::at(cuda_home)?, filter, tuned, dump, &known, show)?;
+    let (rows, findings) =
+        sweep(&Toolkit::at(cuda_home)?, filter, (tuned, args.share), dump, &known, show)?;
     if rows.is_empty() && findings.is_empty() {
         anyhow::bail!(
             "no instance matches\nhint: use part of a name such as `rtx4090 matmul bf16 \
@@ -71,7 +77,7 @@ pub(crate) fn run(args: &TargetsArgs) -> anyhow::Result<bool> {
     }
     if let (Some(file), None) = (&cache, dump) {
         // A complete sweep drops stored results that it did not use.
-        let lines = known.lines(filter.is_some() || !tuned);
+        let lines = known.lines(filter.is_some() || !whole);
         if let Err(why) = keep(file, &lines) {
             eprintln!("warning: results are not cached: {why:#}");
         }

@@ -1,5 +1,6 @@
 //! Compiles every instance of every kernel for every target, on all cores.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -39,7 +40,8 @@ pub(crate) struct Finding {
 }
 
 /// Compiles, for every target, the instances whose `target case config` text contains `filter`. With `tuned`, also
-/// compiles configs from the shipped cache. Results in `known` are reused. Both returned lists are in a fixed order.
+/// compiles configs from the shipped cache, one in `share`. Results in `known` are reused. Both returned lists are in a
+/// fixed order.
 ///
 /// With `dump`, sources and binaries are stored in that folder, numbered in list order. `progress` gets the finished
 /// and the total number of instances, beginning with 0 finished.
@@ -49,7 +51,7 @@ pub(crate) struct Finding {
 pub(crate) fn sweep(
     toolkit: &Toolkit,
     filter: Option<&str>,
-    tuned: bool,
+    (tuned, share): (bool, NonZeroUsize),
     dump: Option<&Path>,
     known: &Known,
     progress: impl Fn(usize, usize) + Sync,
@@ -57,7 +59,12 @@ pub(crate) fn sweep(
     let mut work = Vec::new();
     for target in TARGETS {
         let arch = ArchProfile::recorded(target)?;
-        for instance in instances(&arch).into_iter().filter(|of| tuned || of.swept) {
+        let mut others = 0;
+        let chosen = |of: &Instance| {
+            others += usize::from(!of.swept);
+            of.swept || (tuned && others % share == 0)
+        };
+        for instance in instances(&arch).into_iter().filter(chosen) {
             let text = format!("{target} {} {}", instance.name, instance.config);
             if filter.is_none_or(|f| text.contains(f)) {
                 work.push((work.len(), target, arch.clone(), instance));

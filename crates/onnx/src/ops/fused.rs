@@ -2,7 +2,7 @@
 //!
 //! On a device without our kernels the same results come from Burn's operations, one after the other.
 
-use burn::tensor::{DType, FloatDType, TensorData};
+use burn::tensor::{DType, FloatDType, Slice, TensorData};
 use ops::{
     Activation, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind, NormWeights, OpError,
 };
@@ -10,9 +10,9 @@ use ops::{
 use super::attention::{Heads, Scoring, attend};
 use super::linear::product;
 use super::norm::{grouped, normed, scaled};
-use super::windows::{Windows, convolved};
+use super::windows::{Padding, Windows, convolved};
 use super::{Call, Inputs, Read, axis};
-use crate::array::Array;
+use crate::array::{Array, scalar_of};
 use crate::passes::place;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -91,10 +91,13 @@ impl Convolution {
     /// # Errors
     /// Operands that do not fit; the device failed.
     pub(crate) fn run(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
+        let rank = operands.x.rank();
+        if self.ours && is_ours(operands.x.dtype()) && rank == 5 {
+            return self.deep(ctx, operands);
+        }
         let Operands { x, weight, bias, residual, each, second } = operands;
         let Self { windows, activation, last, doubled, ours } = self;
         let (activation, last) = (*activation, *last);
-        let rank = x.rank();
         if !(*ours && is_ours(x.dtype()) && (3..=4).contains(&rank)) {
             let x = match second {
                 Some(second) => Array::concat(vec![x, second], 1),
@@ -168,6 +171,65 @@ impl Convolution {
         let out = Array::of_tensor(ops::conv2d(ctx, x, high(weight), options).map_err(told)?);
         let shape = out.shape();
         Ok(if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out })
+    }
+
+    /// Convolves images `[batch, channels, depth, height, width]`: a sum over the taps of the depth, each a convolution of flat images.
+    fn deep(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
+        let Operands { x, weight, mut bias, .. } = operands;
+        let (own, of) = (x.shape(), weight.shape());
+        let sizes = self.windows.sizes(&own[2..], &of[2..])?;
+        let (stride, dilation) = (sizes.strides[0], sizes.dilations[0]);
+        let zeros = |depth: usize| {
+            let shape = [own[0], own[1], depth, own[3], own[4]];
+            Array::full(&shape, scalar_of(0.0, x.dtype()), x.dtype(), &x.device())
+        };
+        let parts = vec![zeros(sizes.before[0]), x.clone(), zeros(sizes.after[0])];
+        let parts: Vec<Array> = parts.into_iter().filter(|own| own.shape()[2] > 0).collect();
+        let x = if parts.len() == 1 { x } else { Array::concat(parts, 2) };
+        let (depth, taps) = (x.shape()[2], of[2]);
+        let reach = (taps - 1) * dilation + 1;
+        let room = depth.checked_sub(reach).ok_or("the filters are deeper than the image")?;
+        let count = room / stride + 1;
+        let flat = |own: &[usize]| own[1..].to_vec();
+        let pads = [flat(&sizes.before), flat(&sizes.after)].concat();
+        let windows = Windows::given(
+            &sizes.strides[1..],
+            Padding::Pads(&pads),
+            &sizes.dilations[1..],
+            self.windows.groups,
+        );
+        let mut sum = None;
+        for tap in 0..taps {
+            let is_last = tap + 1 == taps;
+            let plane = Self {
+                windows: windows.clone(),
+                activation: self.activation.filter(|_| is_last),
+                last: sum.is_some(),
+                doubled: false,
+                ours: true,
+            };
+            let from = (tap * dilation) as isize;
+            let to = from + ((count - 1) * stride) as isize + 1;
+            let all = Slice::full();
+            let some = Slice::new(from, Some(to), stride as isize);
+            let part = x.clone().slice(&[all, all, some, all, all]).permute(&[0, 2, 1, 3, 4]);
+            let operands = Operands {
+                x: part.reshape(&[own[0] * count, own[1], own[3], own[4]]),
+                weight: weight
+                    .clone()
+                    .narrow(2, tap, tap + 1)
+                    .reshape(&[of[0], of[1], of[3], of[4]]),
+                bias: bias.take(),
+                residual: sum,
+                each: None,
+                second: None,
+            };
+            sum = Some(plane.run(ctx, operands)?);
+        }
+        let sum = sum.ok_or("the filters have no depth")?;
+        let flat = sum.shape();
+        let out = sum.reshape(&[own[0], count, flat[1], flat[2], flat[3]]);
+        Ok(out.permute(&[0, 2, 1, 3, 4]))
     }
 }
 

@@ -1,11 +1,14 @@
 //! Operators of sequence models: rotary embeddings, linear attention, causal convolutions, and writes into caches.
 
 use burn::backend::Dispatch;
-use burn::backend::ops::{ActivationOps, FloatTensorOps};
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, TensorData};
+use ops::Activation;
 
+use super::fused::{Convolution, Operands};
 use super::linear::product;
-use super::{Call, Inputs, Read, Run, axis, windows};
+use super::windows::{Padding, Windows};
+use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, scalar_of};
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -184,6 +187,7 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
         "silu" | "swish" => true,
         other => return Err(format!("the activation {other} is not supported")),
     };
+    let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
         let (x, filters) = (inputs.get(0)?, inputs.get(1)?);
         let dtype = x.dtype();
@@ -195,21 +199,22 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
             Array::full(&[batch, channels, before], scalar_of(0.0, dtype), dtype, &x.device())
         });
         let padded = if before == 0 { x } else { Array::concat(vec![past, x], 2) };
-        let out = windows::depthwise(
-            padded.clone().cast(DType::F32),
-            filters.cast(DType::F32),
-            inputs.maybe(2).map(|own| own.cast(DType::F32)),
-            channels,
-        );
-        let out = out.cast(dtype);
-        let out = match silu {
-            true => {
-                let wide = out.cast(DType::F32);
-                let gate = wide.clone().float(Dispatch::sigmoid);
-                wide.times(gate).cast(dtype)
-            }
-            false => out,
+        let own = Convolution {
+            windows: Windows::given(&[1], Padding::Pads(&[0, 0]), &[1], channels),
+            activation: silu.then_some(Activation::Silu),
+            last: false,
+            doubled: false,
+            ours,
         };
+        let operands = Operands {
+            x: padded.clone(),
+            weight: filters,
+            bias: inputs.maybe(2),
+            residual: None,
+            each: None,
+            second: None,
+        };
+        let out = own.run(inputs.ctx, operands)?;
         let len = padded.shape()[2];
         Ok(vec![out, padded.narrow(2, len - before, len)])
     }))

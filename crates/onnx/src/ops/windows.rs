@@ -144,13 +144,6 @@ pub(super) fn plain(call: &Call<'_>) -> Result<Convolve, String> {
     Ok(Box::new(move |x, filters, bias| convolved(x, filters, bias, &windows)))
 }
 
-/// Returns a convolution along the last of three dimensions, of each channel by itself and without padding.
-pub(super) fn depthwise(x: Array, filters: Array, bias: Option<Array>, channels: usize) -> Array {
-    let options = ConvOptions::new([1], [0], [1], channels);
-    let bias = bias.map(Array::into_inner);
-    Array::of(Dispatch::conv1d(x.into_inner(), filters.into_inner(), bias, options))
-}
-
 fn conv(inputs: &Inputs<'_>, windows: &Windows) -> Result<Vec<Array>, String> {
     Ok(vec![convolved(inputs.get(0)?, inputs.get(1)?, inputs.maybe(2), windows)?])
 }
