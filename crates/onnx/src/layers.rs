@@ -11,7 +11,7 @@ use ops::Ctx;
 
 use crate::array::Array;
 use crate::devices::has_kernels;
-use crate::ops::attention::{Heads, Scoring, as_numbers, attend, joined, split, whole};
+use crate::ops::attention::{Heads, Scoring, as_numbers, attend, joined, split, whole, with_past};
 use crate::ops::fused::{Convolution, Finish, GroupNorm, Norm, Operands, projected};
 use crate::ops::linear::product;
 pub use crate::ops::windows::Padding;
@@ -174,8 +174,6 @@ pub fn instance_norm<const D: usize>(
 }
 
 /// Settings of [`attention`].
-///
-/// A cache gives keys and values `[batch, heads, positions, size]` that come before the new ones.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionOptions {
     pub causal: bool,
@@ -188,7 +186,8 @@ pub struct AttentionOptions {
 }
 
 /// Computes the operator `Attention`. Operands are `[batch, heads, positions, size]`, or `[batch, positions, width]`. A mask has numbers
-/// to add, or tells with bools what is seen. The result comes with all keys and values.
+/// to add, or tells with bools what is seen. The keys and values of the past are `[batch, heads, positions, size]`. The result comes
+/// with all keys and values.
 pub fn attention<const D: usize>(
     [q, k, v]: [Tensor<D>; 3],
     mask: Option<Mask>,
@@ -200,13 +199,10 @@ pub fn attention<const D: usize>(
     let run = || {
         let split = |own: Array, heads: usize| if D == 3 { split(own, heads) } else { Ok(own) };
         let [of_q, of_k] = options.heads;
-        let (q, mut k, mut v) = (split(q, of_q)?, split(k, of_k)?, split(v, of_k)?);
-        let mut before = 0;
-        if let Some([of_k, of_v]) = past.map(|own| own.map(Array::of_tensor)) {
-            before = of_k.shape()[2];
-            k = Array::concat(vec![of_k, k], 2);
-            v = Array::concat(vec![of_v, v], 2);
-        }
+        let q = split(q, of_q)?;
+        let [past_k, past_v] = past.map_or([None, None], |own| own.map(Array::of_tensor).map(Some));
+        let before = past_k.as_ref().map_or(0, |own| own.shape()[2]);
+        let (k, v) = (with_past(past_k, split(k, of_k)?), with_past(past_v, split(v, of_k)?));
         let mask = mask.map(|own| whole(as_numbers(own.0)?, k.shape()[2])).transpose()?;
         let scoring = Scoring {
             scale: options.scale,

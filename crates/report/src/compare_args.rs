@@ -28,7 +28,11 @@ pub struct CompareArgs {
     #[arg(long, short, value_name = "DIR", required_unless_present = "onnx")]
     model: Option<PathBuf>,
     /// ONNX file in place of a model folder: its outputs and its speed on each backend
-    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["model", "quant", "kv_cache", "prompt", "tokens", "max_new_tokens", "text"]
+    )]
     pub onnx: Option<PathBuf>,
     /// Input of the ONNX graph: [NAME=]FILE with .npy, .pb or .safetensors; may be repeated [default: random numbers]
     #[arg(long = "input", value_name = "[NAME=]FILE", requires = "onnx")]

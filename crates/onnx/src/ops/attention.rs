@@ -72,7 +72,7 @@ pub(crate) struct Scoring {
 impl Scoring {
     pub(super) fn new(call: &Call<'_>) -> Self {
         Self {
-            scale: call.float("scale").filter(|own| *own != 0.0),
+            scale: call.float("scale"),
             softcap: call.float("softcap").unwrap_or(0.0),
             ..Self::plain(call.has_kernels())
         }
@@ -135,7 +135,7 @@ pub(crate) fn attend(
     let (k, v) = if kv_heads == count { (k, v) } else { (shared(k), shared(v)) };
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let scale = scoring.scale.unwrap_or(1.0 / (size as f64).sqrt());
-    // Half of the factor on each side, so that products of f16 stay in its range. The sign stays with q.
+    // Half of the factor on each side, as ONNX has it. The sign stays with q.
     let scaled = |own: Array, by: f64| own.cast(wide).times_number(by);
     let (q, k) = (scaled(q, scale.abs().sqrt() * scale.signum()), scaled(k, scale.abs().sqrt()));
     let mut scores = product(ctx, q, k.permute(&[0, 1, 3, 2]))?;
@@ -196,6 +196,14 @@ pub(super) fn seen(
     Array::from_data(TensorData::new(all, [batch, 1, rows, columns]), device)
 }
 
+/// Returns keys or values with those of the past before them.
+pub(crate) fn with_past(past: Option<Array>, new: Array) -> Array {
+    match past {
+        Some(past) => Array::concat(vec![past, new], 2),
+        None => new,
+    }
+}
+
 /// Splits the last dimension into heads: `[batch, positions, heads · size]` becomes `[batch, heads, positions, size]`.
 ///
 /// # Errors
@@ -246,15 +254,9 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
                 flat = true;
             }
         }
-        let [q, mut k, mut v] = own;
-        let mut past = 0;
-        if let Some(own) = inputs.maybe(4) {
-            past = own.shape()[2];
-            k = Array::concat(vec![own, k], 2);
-        }
-        if let Some(own) = inputs.maybe(5) {
-            v = Array::concat(vec![own, v], 2);
-        }
+        let [q, k, v] = own;
+        let past = inputs.maybe(4).map_or(0, |own| own.shape()[2]);
+        let (k, v) = (with_past(inputs.maybe(4), k), with_past(inputs.maybe(5), v));
         let present = [k.clone(), v.clone()];
         let (batch, rows, columns) = (q.shape()[0], q.shape()[2], k.shape()[2]);
         let mask = inputs.maybe(3).map(|own| whole(as_numbers(own)?, columns)).transpose()?;

@@ -174,6 +174,7 @@ impl Convolution {
     }
 
     /// Convolves images `[batch, channels, depth, height, width]`: a sum over the taps of the depth, each a convolution of flat images.
+    /// In 16 bits the sum is rounded after each tap.
     fn deep(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let Operands { x, weight, mut bias, .. } = operands;
         let (own, of) = (x.shape(), weight.shape());

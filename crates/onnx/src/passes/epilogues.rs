@@ -28,7 +28,9 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?;
     let start = match node.op.as_str() {
         "Conv" => conv(view, node)?,
-        "MatMul" | "Gemm" => fused(linear(view, node)?, node, Kind::Linear),
+        "MatMul" | "Gemm" => {
+            Fused { node: linear(view, node)?, kind: Kind::Linear, activated: false }
+        }
         "flashover::Linear" => Fused { node: node.clone(), kind: Kind::Linear, activated: false },
         "GroupNormalization" => group_norm(view, node)?,
         _ => return None,

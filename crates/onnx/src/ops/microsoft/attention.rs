@@ -9,7 +9,7 @@ use burn::backend::Dispatch;
 use burn::backend::ops::BoolTensorOps;
 use burn::tensor::{DType, TensorData};
 
-use super::super::attention::{Heads, Scoring, attend, joined, seen, split, whole};
+use super::super::attention::{Heads, Scoring, attend, joined, seen, split, whole, with_past};
 use super::super::fused::{Finish, projected};
 use super::super::norm::{normed, scaled};
 use super::super::sequence::{Turn, turned};
@@ -117,7 +117,7 @@ impl Common {
             causal: call.flag("unidirectional"),
             filter: call.float("mask_filter_value").unwrap_or(-10_000.0),
             presents: call.outputs() > 1,
-            scoring: Scoring::new(call),
+            scoring: scoring(call),
         }))
     }
 
@@ -131,12 +131,8 @@ impl Common {
         bias: Option<Array>,
     ) -> Result<(Array, [Array; 2]), String> {
         let before = past.as_ref().map_or(0, |own| own[0].shape()[2]);
-        let [k, v] = match past {
-            Some([past_k, past_v]) => {
-                [Array::concat(vec![past_k, k], 2), Array::concat(vec![past_v, v], 2)]
-            }
-            None => [k, v],
-        };
+        let [past_k, past_v] = past.map_or([None, None], |own| own.map(Some));
+        let [k, v] = [with_past(past_k, k), with_past(past_v, v)];
         let (batch, rows, columns) = (q.shape()[0], q.shape()[2], k.shape()[2]);
         let mask =
             mask.map(|own| self.filtered(own, [batch, rows, columns], before)).transpose()?;
@@ -236,7 +232,7 @@ impl Grouped {
             pairs: call.flag("rotary_interleaved"),
             smooth: call.flag("smooth_softmax"),
             epsilon: call.float("qk_norm_epsilon").unwrap_or(1e-6),
-            scoring: Scoring::new(call),
+            scoring: scoring(call),
         })
     }
 
@@ -248,6 +244,9 @@ impl Grouped {
         let (Some(&total), true) = (most.first(), ends.len() == batch) else {
             return Err("the lengths of sequences are missing".to_owned());
         };
+        if total < rows {
+            return Err(format!("{total} keys are fewer than the {rows} new ones"));
+        }
         // Keys of each sequence, with the new ones; and where these begin.
         let ends: Vec<usize> = ends.into_iter().map(|own| (own + 1).max(0) as usize).collect();
         let first = rows == total;
@@ -270,7 +269,10 @@ impl Grouped {
                 }
             };
             let (cos, sin) = (inputs.get(7)?, inputs.get(8)?);
-            let half = cos.shape()[1];
+            let (places_of_table, half) = (cos.shape()[0], cos.shape()[1]);
+            if total > places_of_table {
+                return Err(format!("the table of angles has no place {}", total - 1));
+            }
             let table = |own: Array| own.select(0, places.clone()).reshape(&[batch, rows, 1, half]);
             let turn = Turn { cos: table(cos), sin: table(sin), pairs: self.pairs };
             let by_place =
@@ -294,10 +296,10 @@ impl Grouped {
         });
         let bias = inputs.maybe(10).map(|own| whole(own, total)).transpose()?;
         let zeros = || Array::full(&[self.heads], 0.0.into(), DType::F32, &device);
-        let kernel_limits = limits.is_none();
+        let uniform = limits.is_none();
         let scoring = Scoring {
-            causal: kernel_limits.then_some(total - rows),
-            window: self.window.filter(|_| kernel_limits),
+            causal: uniform.then_some(total - rows),
+            window: self.window.filter(|_| uniform),
             masks: bias.into_iter().chain(limits).collect(),
             sinks: inputs.maybe(11).or_else(|| self.smooth.then(zeros)),
             ..self.scoring.clone()
@@ -398,6 +400,12 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
         let out = turned(x, &turn, 2 * half);
         Ok(vec![if by_heads { out.permute(&[0, 2, 1, 3]) } else { out.reshape(&shape) }])
     }))
+}
+
+/// Returns what a call says of its scores. A scale of 0 is none.
+fn scoring(call: &Call<'_>) -> Scoring {
+    let own = Scoring::new(call);
+    Scoring { scale: own.scale.filter(|own| *own != 0.0), ..own }
 }
 
 fn count(call: &Call<'_>, name: &str) -> Result<usize, String> {

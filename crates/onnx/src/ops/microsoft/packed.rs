@@ -11,6 +11,7 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 
 use burn::tensor::{DType, TensorData};
 use ops::checkpoint::Encoded;
@@ -26,6 +27,8 @@ const PARTS: [(usize, &str); 3] = [(1, CODES), (2, SCALES), (3, ZEROS)];
 const CODES: &str = "flashover codes";
 const SCALES: &str = "flashover scales";
 const ZEROS: &str = "flashover zeros";
+/// Number of the matrix among all that this process has read.
+const NUMBER: &str = "flashover number";
 
 /// Moves constants of a packed matrix from the inputs of a node to its attributes, so that they are not copied to a device as they are.
 pub(crate) fn hold(node: &mut Node, values: &[Value]) {
@@ -39,6 +42,9 @@ pub(crate) fn hold(node: &mut Node, values: &[Value]) {
             node.attributes.insert(name.to_owned(), Attribute::Tensor(data));
         }
     }
+    static READ: AtomicI64 = AtomicI64::new(0);
+    let number = Attribute::Int(READ.fetch_add(1, Ordering::Relaxed));
+    node.attributes.insert(NUMBER.to_owned(), number);
 }
 
 /// A matrix on a device.
@@ -69,13 +75,14 @@ pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
     let scales = call.tensor(SCALES).ok_or("it has no scales")?;
     let own = Matrix { k, n, block, bits: bits as usize, codes, scales, zeros: call.tensor(ZEROS) };
     own.checked()?;
+    let number = call.int(NUMBER).ok_or("it has no number")?;
     let devices = call.devices().clone();
     let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
         let (x, bias) = (inputs.get(0)?, inputs.maybe(5));
-        let key = (own.codes.as_bytes().as_ptr().addr(), x.dtype());
-        let matrix = devices.packed(key, || {
-            if let Some(codes) = own.as_four_bits().filter(|_| ours && is_ours(x.dtype())) {
+        let matrix = devices.packed((number, x.dtype()), || {
+            let kernels = ours && is_ours(x.dtype());
+            if let Some(codes) = kernels.then(|| own.as_four_bits()).flatten() {
                 let device = burn::tensor::Device::new(devices.device.clone());
                 match QuantizedWeight::from_host(&devices.ctx, &codes, &device) {
                     Ok(weight) => return Ok(Packed::Codes(Arc::new(weight))),
