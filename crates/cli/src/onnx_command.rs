@@ -10,7 +10,7 @@ use clap::{Subcommand, ValueEnum};
 use command::OutFile;
 use flashover::burn::tensor::TensorData;
 use flashover::onnx::{
-    Graph, GraphOptions, Inspection, Outcome, PASSES, Passes, Plan, inspect, tests,
+    Graph, GraphOptions, Inspection, Outcome, PASSES, Passes, Plan, Tolerance, inspect, tests,
 };
 use flashover::{Compute, Policy};
 use serde::Serialize;
@@ -38,7 +38,7 @@ enum Command {
     Plan(InfoArgs),
     /// Print the time of a run by operator and by node
     Profile(ProfileArgs),
-    /// Run the tests of ONNX in a folder, with the tolerances of ONNX
+    /// Run the tests in a folder: those of ONNX, or others of its format
     Test(TestArgs),
 }
 
@@ -204,6 +204,13 @@ struct TestArgs {
     /// Print the names of the tests that pass, too
     #[arg(long)]
     list: bool,
+    /// Type of floats in place of f32 [default: that of the file]
+    #[arg(long)]
+    dtype: Option<Precision>,
+    /// Largest difference, in parts of the largest number of an output; the largest number of each row keeps its place
+    /// [default: 1e-3 of each number and 1e-7, as ONNX has it]
+    #[arg(long, value_name = "PART")]
+    tolerance: Option<f64>,
     #[command(flatten)]
     device: DeviceArgs,
 }
@@ -442,7 +449,7 @@ fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
 }
 
 fn test(args: &TestArgs) -> anyhow::Result<()> {
-    let TestArgs { folder, filter, passes, list, device } = args;
+    let TestArgs { folder, filter, passes, list, dtype, tolerance, device } = args;
     let all: Vec<_> = tests(folder)?.into_iter().filter(|own| own.name.contains(filter)).collect();
     if all.is_empty() {
         bail!(
@@ -455,7 +462,9 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
         );
     }
     let device = device.open()?;
-    let options = GraphOptions { passes: passes.clone(), ..GraphOptions::default() };
+    let dtype = dtype.map(Precision::compute);
+    let options = GraphOptions { dtype, passes: passes.clone(), ..GraphOptions::default() };
+    let tolerance = tolerance.map_or(Tolerance::Onnx, Tolerance::OfLargest);
     let _listening = interrupt::listen()?;
     // A panic of Burn is the outcome of its test.
     let before = std::panic::take_hook();
@@ -464,7 +473,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     let mut text = String::new();
     for own in &all {
         interrupt::check("stopped")?;
-        let (place, line) = match Graph::test(own, &device, &options)? {
+        let (place, line) = match Graph::test(own, tolerance, &device, &options)? {
             Outcome::Passed => (0, list.then(|| "passed".to_owned())),
             Outcome::Refused(why) => (1, Some(format!("refused: {why}"))),
             Outcome::Failed(why) => (2, Some(format!("FAILED: {why}"))),

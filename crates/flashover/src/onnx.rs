@@ -29,7 +29,7 @@ use crate::device_error::DeviceError;
 use crate::engine::Ceilings;
 use crate::options::Compute;
 
-pub use ::onnx::conformance::{Outcome, Test, tests};
+pub use ::onnx::conformance::{Outcome, Test, Tolerance, tests};
 pub use ::onnx::layers;
 pub use ::onnx::passes::{PASSES, Pass, Passes};
 pub use ::onnx::{
@@ -151,14 +151,15 @@ impl Graph {
         self.model.plan(shapes)
     }
 
-    /// Runs a test of ONNX with the tolerances of ONNX.
+    /// Runs a test of ONNX.
     pub fn test(
         test: &Test,
+        tolerance: Tolerance,
         device: &Device,
         options: &GraphOptions,
     ) -> Result<Outcome, GraphError> {
         let (own, burn) = prepared(device, options)?;
-        Ok(::onnx::conformance::check(test, &own, &burn))
+        Ok(::onnx::conformance::check(test, tolerance, &own, &burn))
     }
 
     /// Runs the graph twice as warm-up, and once more with every launch timed.

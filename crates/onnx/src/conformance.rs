@@ -54,8 +54,18 @@ fn is_light(path: &Path) -> bool {
     name.starts_with("light_") && name.ends_with(".onnx")
 }
 
-/// Runs a test, with the tolerances of ONNX.
-pub fn check(test: &Test, options: &Options, device: &Device) -> Outcome {
+/// Largest difference of a test.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Tolerance {
+    /// 1e-3 of each expected number and 1e-7, as ONNX has it.
+    Onnx,
+    /// Part of the largest number of an output. The largest number of each row has its expected place, unless the row
+    /// has another number there that is as large within the tolerance.
+    OfLargest(f64),
+}
+
+/// Runs a test.
+pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Device) -> Outcome {
     let path = &test.path;
     let file = if is_light(path) { path.clone() } else { path.join("model.onnx") };
     let model = match Model::open(file, options.clone(), device) {
@@ -67,7 +77,7 @@ pub fn check(test: &Test, options: &Options, device: &Device) -> Outcome {
         let output = |at: usize| path.with_file_name(format!("{}_output_{at}.pb", test.name));
         let expected = (0..model.outputs().len()).map(|at| read(&output(at)));
         return match expected.collect() {
-            Ok(expected) => outcome(&model, inputs, expected),
+            Ok(expected) => outcome(&model, tolerance, inputs, expected),
             Err(why) => Outcome::Refused(why.to_string()),
         };
     }
@@ -87,7 +97,7 @@ pub fn check(test: &Test, options: &Options, device: &Device) -> Outcome {
             (0..).map(path).take_while(|path| path.exists()).map(|path| read(&path)).collect()
         };
         let outcome = match (all("input"), all("output")) {
-            (Ok(inputs), Ok(expected)) => outcome(&model, inputs, expected),
+            (Ok(inputs), Ok(expected)) => outcome(&model, tolerance, inputs, expected),
             (Err(why), _) | (_, Err(why)) => Outcome::Refused(why.to_string()),
         };
         if outcome != Outcome::Passed {
@@ -107,7 +117,12 @@ fn counted(input: &ValueType) -> TensorData {
 }
 
 /// Runs a model, and compares its outputs.
-fn outcome(model: &Model, inputs: Vec<TensorData>, expected: Vec<TensorData>) -> Outcome {
+fn outcome(
+    model: &Model,
+    tolerance: Tolerance,
+    inputs: Vec<TensorData>,
+    expected: Vec<TensorData>,
+) -> Outcome {
     let outputs = match model.run(inputs) {
         Ok(outputs) => outputs,
         Err(why) => return Outcome::Failed(why.to_string()),
@@ -117,7 +132,7 @@ fn outcome(model: &Model, inputs: Vec<TensorData>, expected: Vec<TensorData>) ->
         return Outcome::Wrong(format!("it has {have} outputs, expected {want}"));
     }
     for (at, (have, want)) in outputs.iter().zip(&expected).enumerate() {
-        if let Some(why) = difference(have, want) {
+        if let Some(why) = difference(have, want, tolerance) {
             return Outcome::Wrong(format!("output {at}: {why}"));
         }
     }
@@ -130,8 +145,8 @@ fn read(path: &Path) -> Result<TensorData, OnnxError> {
     decode_tensor(&bytes).map(|own| own.1)
 }
 
-/// Returns how outputs differ, beyond a tolerance of 1e-3 of the expected value and 1e-7.
-fn difference(have: &TensorData, want: &TensorData) -> Option<String> {
+/// Returns how outputs differ, beyond a tolerance.
+fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Option<String> {
     if have.shape() != want.shape() {
         return Some(format!("its shape is {:?}, expected {:?}", have.shape(), want.shape()));
     }
@@ -146,12 +161,54 @@ fn difference(have: &TensorData, want: &TensorData) -> Option<String> {
         let wrong = pairs.into_iter().find(|(_, (have, want))| have != want);
         return wrong.map(|(at, (have, want))| format!("element {at} is {have}, expected {want}"));
     }
-    let mut pairs = have.iter::<f64>().zip(want.iter::<f64>()).enumerate();
+    let width = want.shape().to_vec().last().copied().unwrap_or(1).max(1);
+    let [have, want]: [Vec<f64>; 2] = [have, want].map(|own| own.iter().collect());
+    let most = want.iter().fold(0.0, |most: f64, own| most.max(own.abs()));
     let close = |have: f64, want: f64| {
-        have == want
-            || (have.is_nan() && want.is_nan())
-            || (have - want).abs() <= 1e-7 + 1e-3 * want.abs()
+        let most = match tolerance {
+            Tolerance::Onnx => 1e-7 + 1e-3 * want.abs(),
+            Tolerance::OfLargest(part) => part * most,
+        };
+        have == want || (have.is_nan() && want.is_nan()) || (have - want).abs() <= most
     };
-    let wrong = pairs.find(|(_, (have, want))| !close(*have, *want));
-    wrong.map(|(at, (have, want))| format!("element {at} is {have}, expected {want}"))
+    if let Some(at) = (0..want.len()).find(|at| !close(have[*at], want[*at])) {
+        return Some(format!("element {at} is {}, expected {}", have[at], want[at]));
+    }
+    let Tolerance::OfLargest(_) = tolerance else { return None };
+    for (row, (have, want)) in have.chunks(width).zip(want.chunks(width)).enumerate() {
+        let [here, there] = [have, want].map(place_of_largest);
+        if !close(want[here], want[there]) {
+            return Some(format!("row {row} is largest at {here}, expected {there}"));
+        }
+    }
+    None
+}
+
+fn place_of_largest(row: &[f64]) -> usize {
+    (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(numbers: [f32; 4]) -> TensorData {
+        TensorData::new(numbers.to_vec(), [2, 2])
+    }
+
+    #[test]
+    fn a_tolerance_is_a_part_of_the_largest_number_and_rows_keep_the_place_of_theirs() {
+        let want = rows([1.0, 1.05, 100.0, 3.0]);
+        let of = |have, part| difference(&rows(have), &want, Tolerance::OfLargest(part));
+        assert_eq!(of([1.1, 1.05, 100.0, 3.0], 1e-2), None);
+        assert_eq!(of([1.1, 1.05, 98.0, 3.0], 1e-2).unwrap(), "element 2 is 98, expected 100");
+        assert!(of([f32::NAN, 1.05, 100.0, 3.0], 1e-2).is_some());
+        let want = rows([1.0, 10.0, 10.0, 0.0]);
+        let of = |have| difference(&rows(have), &want, Tolerance::OfLargest(0.6));
+        assert_eq!(of([5.0, 6.0, 10.0, 0.0]), None);
+        assert_eq!(of([7.0, 6.0, 10.0, 0.0]).unwrap(), "row 0 is largest at 0, expected 1");
+        let onnx = |have| difference(&rows(have), &want, Tolerance::Onnx);
+        assert_eq!(onnx([1.0, 10.005, 10.0, 0.0]), None);
+        assert!(onnx([1.0, 10.02, 10.0, 0.0]).is_some());
+    }
 }

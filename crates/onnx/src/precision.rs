@@ -1,8 +1,8 @@
 //! Floats of 16 bits in place of f32.
 //!
 //! Inputs and outputs of a model stay as the file has them. A node that keeps f32 reads and makes f32: those that the caller
-//! names, those that run graphs, those of quantisation, and what sines and cosines are computed from, which 16 bits would shift by
-//! whole periods. Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
+//! names, those that run graphs, those of quantisation, what sines and cosines are computed from, which 16 bits would shift by
+//! whole periods, and what roots and logarithms are computed from, whose squares and differences 16 bits lose. Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
 
 use std::collections::{HashMap, HashSet};
 
@@ -27,15 +27,17 @@ pub(crate) fn convert(graph: &mut Graph, to: DType, keep: &[String]) -> Result<(
         return Err(invalid(format!("no node is named `{name}`, which is to keep f32")));
     }
     let waves = waves(graph);
-    let keeps = |node: &Node| {
-        keep.iter().any(|name| has(node, name))
+    let rooted = rooted(graph);
+    let keeps = |(at, node): (usize, &Node)| {
+        rooted[at]
+            || keep.iter().any(|name| has(node, name))
             || node.op.contains("uantize")
             || node.op.contains("Integer")
             || node.op.contains("QLinear")
             || node.attributes.values().any(|own| matches!(own, Attribute::Graph(..)))
             || node.outputs.iter().flatten().any(|id| waves.contains(id))
     };
-    let kept: Vec<bool> = graph.nodes.iter().map(keeps).collect();
+    let kept: Vec<bool> = graph.nodes.iter().enumerate().map(keeps).collect();
     let mut made = Converter { to, wide: HashMap::new(), narrow: HashMap::new() };
     let nodes = std::mem::take(&mut graph.nodes);
     for (mut node, kept) in nodes.into_iter().zip(kept) {
@@ -117,6 +119,76 @@ impl Converter {
 fn has_wave(node: &Node) -> bool {
     let wave = |step: &Step| matches!(step, Step::Unary(Function::Sin | Function::Cos, _));
     matches!(node.attributes.get("program"), Some(Attribute::Program(own)) if own.steps.iter().any(wave))
+}
+
+/// Returns true for a square root, a logarithm, and a power that is not a whole positive one.
+fn is_root(graph: &Graph, node: &Node) -> bool {
+    match node.op.as_str() {
+        "Sqrt" | "Log" => true,
+        "Pow" => {
+            let exponent = node.inputs[1].and_then(|id| graph.values[id].constant.clone());
+            exponent.is_some_and(|own| {
+                own.data().iter::<f64>().any(|own| own < 1.0 || own.fract() != 0.0)
+            })
+        }
+        _ => match node.attributes.get("program") {
+            Some(Attribute::Program(own)) => {
+                let root =
+                    |own: &Step| matches!(own, Step::Unary(Function::Sqrt | Function::Log, _));
+                own.steps.iter().any(root)
+            }
+            _ => false,
+        },
+    }
+}
+
+/// Returns which nodes are roots and logarithms, or the moves, folds and arithmetic that lead to them.
+///
+/// Behind a fold, such as the mean of a variance, a sum of two values ends the way: it is the stream that a norm reads.
+fn rooted(graph: &Graph) -> Vec<bool> {
+    const PASSED: [&str; 20] = [
+        "Abs",
+        "Add",
+        "Cast",
+        "Clip",
+        "Concat",
+        "Div",
+        "Expand",
+        "Max",
+        "Min",
+        "Mul",
+        "Neg",
+        "Pow",
+        "Reshape",
+        "Slice",
+        "Squeeze",
+        "Sub",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+        "flashover::Pointwise",
+    ];
+    let varies = |id: &&ValueId| graph.values[**id].constant.is_none();
+    let mut kept = vec![false; graph.nodes.len()];
+    // Values on the way to a root, and whether every way has a fold.
+    let mut read: HashMap<ValueId, bool> = HashMap::new();
+    for (at, node) in graph.nodes.iter().enumerate().rev() {
+        let root = is_root(graph, node).then_some(false);
+        let behind = node.outputs.iter().flatten().filter_map(|id| read.get(id).copied());
+        let Some(behind) = root.into_iter().chain(behind).min() else { continue };
+        let folds = node.op.starts_with("Reduce");
+        let stream =
+            behind && node.op == "Add" && node.inputs.iter().flatten().filter(varies).count() > 1;
+        if !(root.is_some() || folds || PASSED.contains(&node.op.as_str()) && !stream) {
+            continue;
+        }
+        kept[at] = true;
+        for id in node.inputs.iter().flatten().filter(varies) {
+            let own = read.entry(*id).or_insert(true);
+            *own &= behind || folds;
+        }
+    }
+    kept
 }
 
 /// Returns the values that sines and cosines are computed from, and these.

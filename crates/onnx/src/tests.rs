@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use burn::tensor::{Device, TensorData};
+use burn::tensor::{DType, Device, TensorData};
 use prost::Message;
 
 use crate::proto::{
@@ -270,4 +270,45 @@ fn damaged_files_are_no_panic() {
         }
     }
     assert!(valid > 0, "some damage changes nothing");
+}
+
+#[test]
+fn a_length_of_minus_one_is_any_length() {
+    let mut own = model(vec![node("Relu", &["x"], &["y"])], &["x"], &["y"]);
+    let graph = own.graph.as_mut().unwrap();
+    (graph.input, graph.output) = (vec![value("x", &["-1", "2"])], vec![value("y", &["-1", "2"])]);
+    assert_eq!(run(&own), [1.0, 0.0]);
+    own.graph.as_mut().unwrap().input = vec![value("x", &["-2", "2"])];
+    assert_eq!(refused(&own), "the model is invalid: a dimension of `x` is -2");
+}
+
+#[test]
+fn what_a_root_is_computed_from_keeps_f32() {
+    let nodes = vec![node("Mul", &["x", "x"], &["square"]), node("Sqrt", &["square"], &["y"])];
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    fs::write(&path, model(nodes, &["x"], &["y"]).encode_to_vec()).unwrap();
+    let options = Options { dtype: Some(DType::F16), ..Options::default() };
+    let model = Model::open(path, options, &Device::flex()).unwrap();
+    // The square is 9e-8, of which f16 has no digit.
+    let made = model.run(vec![TensorData::new(vec![3e-4f32, -2.0], [1, 2])]).unwrap();
+    for (have, want) in made[0].iter::<f32>().zip([3e-4, 2.0]) {
+        assert!((have - want).abs() <= 1e-3 * want, "{have}, expected {want}");
+    }
+}
+
+#[test]
+fn the_softmax_of_a_long_row_is_exact() {
+    let mut own = model(vec![node("Softmax", &["x"], &["y"])], &["x"], &["y"]);
+    let graph = own.graph.as_mut().unwrap();
+    (graph.input, graph.output) =
+        (vec![value("x", &["1", "20000"])], vec![value("y", &["1", "20000"])]);
+    let mut x = vec![-9f32; 20000];
+    x[0] = 0.0;
+    let folder = tempfile::tempdir().unwrap();
+    let model = open(&own, folder.path(), &[]).unwrap();
+    let made = model.run(vec![TensorData::new(x, [1, 20000])]).unwrap();
+    let (have, want) =
+        (made[0].iter::<f64>().next().unwrap(), 1.0 / (1.0 + 19999.0 * (-9f64).exp()));
+    assert!((have - want).abs() <= 1e-5 * want, "{have}, expected {want}");
 }

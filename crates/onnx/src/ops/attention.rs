@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 
-use burn::backend::ops::{ActivationOps, FloatTensorOps};
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{DType, TensorData};
 use ops::{AttentionOptions, Ctx};
@@ -171,7 +171,7 @@ pub(crate) fn attend(
     let most = Array::of(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
     let number = |value: f64| Array::full(&[], scalar_of(value, wide), wide, &device);
     let hidden = most.compared(number(f64::NEG_INFINITY), Order::Equal);
-    let shares = Array::of(Dispatch::softmax(scores.into_inner(), 3)).narrow(3, 0, columns);
+    let shares = super::reduce::shares(scores, 3).narrow(3, 0, columns);
     let shares = hidden.choose(number(0.0), shares)?;
     if scoring.shown == Some(Scores::Shares) {
         shown = Some(shares.clone());

@@ -1,4 +1,4 @@
-//! Numbers for dimensions that have names.
+//! Numbers for dimensions that have names; -1, by which some exporters mean any length, becomes no length.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use crate::proto::{GraphProto, Length, TensorTypeProto, TypeProto, TypeValue, Va
 /// Replaces names by numbers in the types of inputs, outputs and values.
 ///
 /// # Errors
-/// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for a negative length.
+/// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for another negative length.
 pub(super) fn fix(
     graph: &mut GraphProto,
     numbers: &BTreeMap<String, u64>,
@@ -35,6 +35,7 @@ pub(super) fn fix(
                     *own = Some(Length::Number(i64::try_from(*number).unwrap_or(i64::MAX)));
                 }
             }
+            Some(Length::Number(-1)) => *own = None,
             Some(Length::Number(number)) if *number < 0 => negative = Some((of.clone(), *number)),
             _ => {}
         });
