@@ -39,8 +39,8 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<()> {
         }
     };
     let chosen = Doctor::ask(programs.command("flashover"))?.choose(&args.backend, false)?;
-    // Of the other backends there is no list yet.
-    let listed = |own: &&Device| [Backend::Cpu, Backend::Cuda].contains(&own.backend);
+    // Of WebGPU there is no list.
+    let listed = |own: &&Device| own.backend != Backend::WebGpu;
     for device in chosen.devices.iter().filter(listed) {
         let profile = args.profile.as_deref().filter(|_| device.backend == Backend::Cuda);
         let counts = conformance::check(&programs, &folder, device.backend, profile)?;

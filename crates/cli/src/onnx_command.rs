@@ -470,7 +470,6 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let mut counts = [0; 4];
-    let mut text = String::new();
     for own in &all {
         interrupt::check("stopped")?;
         let (place, line) = match Graph::test(own, tolerance, &device, &options)? {
@@ -481,16 +480,15 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
         };
         counts[place] += 1;
         if let Some(line) = line {
-            text += &format!("{} {}\n", own.name, line.replace('\n', " "));
+            command::print(&format!("{} {}\n", own.name, line.replace('\n', " ")))?;
         }
     }
     std::panic::set_hook(before);
     let [passed, refused, failed, wrong] = counts;
-    text += &format!(
+    command::print(&format!(
         "{passed} of {} passed, {refused} refused, {failed} failed, {wrong} wrong\n",
         all.len()
-    );
-    command::print(&text)?;
+    ))?;
     match failed + wrong {
         0 => Ok(()),
         _ => bail!("{} tests did not pass\nhint: the list above has the reasons", failed + wrong),

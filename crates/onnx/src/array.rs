@@ -11,6 +11,7 @@ use burn::tensor::{
     BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, Tensor, TensorData,
 };
 
+use crate::ops::fused::WIDE;
 use crate::tensor;
 
 /// A tensor of any element type and rank.
@@ -193,6 +194,14 @@ impl Array {
         let own = turned.shape();
         let dense = ops::contiguous(turned.tensor::<4>()).map_err(|why| why.to_string())?;
         Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
+    }
+
+    /// Returns filters `[filters, channels, …]` with zeros as further channels, [`WIDE`] in all.
+    pub(crate) fn widened(self) -> Self {
+        let mut shape = self.shape();
+        shape[1] = WIDE - shape[1];
+        let zeros = Self::full(&shape, scalar_of(0.0, self.dtype()), self.dtype(), &self.device());
+        Self::concat(vec![self, zeros], 1)
     }
 
     pub(crate) fn is_on_host(&self) -> bool {

@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use burn::backend::{DispatchDevice, FlexDevice};
+use burn::backend::{Backend, Dispatch, DispatchDevice, FlexDevice};
 use burn::tensor::{DType, TensorData};
+use burn_cubecl::CubeDevice;
 use ops::Ctx;
 
 use crate::array::Array;
@@ -47,6 +48,8 @@ pub(crate) enum Form {
     Dense,
     /// The second dimension is the last one in memory, as convolutions read their filters.
     ChannelsLast,
+    /// As [`Form::ChannelsLast`], with zeros as further channels.
+    Widened,
 }
 
 /// Returns the device of host memory: Burn's own CPU backend.
@@ -76,6 +79,13 @@ impl Devices {
     /// Returns true if our kernels run on the device.
     pub(crate) const fn has_kernels(&self) -> bool {
         has_kernels(&self.device)
+    }
+
+    /// Returns true if the device computes with a type. SPIR-V has no exponential and no sine of f64, and a shader with one ends the
+    /// device.
+    pub(crate) fn has(&self, dtype: DType) -> bool {
+        let spirv = matches!(self.device, DispatchDevice::Cube(CubeDevice::Wgpu(_)));
+        !(spirv && dtype == DType::F64) && Dispatch::supports_dtype(&self.device, dtype)
     }
 
     /// Returns a matrix of few bits, which is made once.
@@ -130,6 +140,7 @@ impl Devices {
         let array = match form {
             Form::Dense => array,
             Form::ChannelsLast => array.channels_last()?,
+            Form::Widened => array.widened().channels_last()?,
         };
         if self.keeps {
             constants.insert(key, (constant.clone(), array.clone()));

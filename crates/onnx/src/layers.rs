@@ -85,6 +85,7 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
         last: false,
         doubled: false,
         ours,
+        channels: None,
     };
     let operands = Operands {
         x: Array::of_tensor(x),

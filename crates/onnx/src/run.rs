@@ -1,6 +1,6 @@
 //! Runs of graphs, node by node.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,8 +10,10 @@ use ops::{Ctx, Placed};
 use crate::array::{Array, Kind, Memo, copies, kind};
 use crate::devices::{Devices, Form};
 use crate::error::invalid;
-use crate::graph::{Graph, Node, Type, ValueId};
+use crate::graph::{Attribute, Graph, Node, Type, ValueId};
+use crate::ops::fused::{WIDE, is_ours};
 use crate::ops::{Inputs, Run, operator};
+use crate::passes::place;
 use crate::plan::Lifetimes;
 use crate::{Fault, OnnxError};
 
@@ -166,7 +168,15 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
         let is_constant =
             |id: &Option<ValueId>| id.is_some_and(|id| graph.values[id].constant.is_some());
         let places = (0..node.inputs.len()).filter(|at| is_constant(&node.inputs[*at]));
-        let node = &Node { constants: places.collect(), ..node.clone() };
+        let mut node = Node { constants: places.collect(), ..node.clone() };
+        if let Some(few) = few_channels(graph, &node, devices) {
+            node.attributes.insert("channels".to_owned(), Attribute::Int(few as i64));
+        }
+        let node = &node;
+        if let Some(dtype) = missing(graph, node, devices) {
+            faults.push(Fault::new(node, format!("the device has no {dtype:?}")));
+            continue;
+        }
         match operator(node, opset, devices) {
             Ok(run) => {
                 let (last, memo) = (Vec::new(), Mutex::default());
@@ -178,25 +188,57 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
     if faults.is_empty() { Ok(steps) } else { Err(OnnxError::Unserved(faults)) }
 }
 
+/// Returns a type of floats that a node reads or makes, and that the device does not have.
+fn missing(graph: &Graph, node: &Node, devices: &Devices) -> Option<DType> {
+    let ids = node.inputs.iter().chain(&node.outputs).flatten();
+    let mut floats = ids.filter_map(|id| graph.values[*id].ty.dtype).filter(DType::is_float);
+    floats.find(|own| !devices.has(*own))
+}
+
+fn is_conv(node: &Node) -> bool {
+    node.op == "Conv" || node.op == "flashover::Conv"
+}
+
+/// Returns the channels of an image that a convolution reads as [`WIDE`] ones, because rows of so few are not read in whole lines;
+/// none for other convolutions.
+fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> {
+    let id = node.inputs.get(1).copied().flatten().filter(|_| is_conv(node))?;
+    let read = graph.nodes.iter().filter(|own| own.inputs.contains(&Some(id))).count();
+    let value = &graph.values[id];
+    let shape = &value.constant.as_ref()?.shape;
+    let (Some(channels), Some(kernel)) = (shape.get(1), shape.get(2..)) else { return None };
+    let ints = |name: &str| match node.attributes.get(name) {
+        Some(Attribute::Ints(own)) => own.as_slice(),
+        _ => &[],
+    };
+    // Windows side by side are rows of a product.
+    let beside =
+        ints("strides").iter().eq(kernel.iter().map(|own| *own as i64).collect::<Vec<_>>().iter());
+    let plain = matches!(node.attributes.get("group"), None | Some(Attribute::Int(1)))
+        && node.inputs.get(place::SECOND).copied().flatten().is_none();
+    let ours = devices.has_kernels() && value.ty.dtype.is_some_and(is_ours);
+    let fits = ours && plain && read == 1 && !beside && matches!(kernel.len(), 1 | 2);
+    (fits && *channels < WIDE && !channels.is_multiple_of(4) && *channels > 2).then_some(*channels)
+}
+
 /// Returns the constants that are read, on the device.
 fn constants(
     graph: &Graph,
     read: &[bool],
     devices: &Devices,
 ) -> Result<Vec<Option<Array>>, OnnxError> {
-    let is_conv = |node: &&Node| node.op == "Conv" || node.op == "flashover::Conv";
-    let filters: HashSet<ValueId> = match devices.has_kernels() {
-        true => {
-            graph.nodes.iter().filter(is_conv).filter_map(|node| *node.inputs.get(1)?).collect()
-        }
-        false => HashSet::new(),
-    };
+    let mut filters = HashMap::new();
+    for node in graph.nodes.iter().filter(|node| devices.has_kernels() && is_conv(node)) {
+        let Some(id) = node.inputs.get(1).copied().flatten() else { continue };
+        let few = few_channels(graph, node, devices).is_some();
+        filters.insert(id, if few { Form::Widened } else { Form::ChannelsLast });
+    }
     let own = |(id, value): (usize, &crate::graph::Value)| {
         let Some(data) = value.constant.as_ref().filter(|_| read[id]) else { return Ok(None) };
         let dtype = value.ty.dtype.unwrap_or(data.dtype);
         let image = (3..=4).contains(&data.shape.len()) && kind(dtype) == Kind::Float;
-        let last = image && filters.contains(&id) && dtype != DType::F64;
-        let form = if last { Form::ChannelsLast } else { Form::Dense };
+        let form = filters.get(&id).filter(|_| image && dtype != DType::F64);
+        let form = form.copied().unwrap_or(Form::Dense);
         devices
             .constant(data, dtype, form)
             .map(Some)

@@ -101,9 +101,9 @@ for path in sorted(models.rglob("*.onnx")):
             each.append(probability)
         write(f"{name}_200", over_chunks(model, 200, given), [[state, chunks]], [last, np.stack(each)])
     elif "det" in name:
-        write(name, model, [[image(320, 320)], [image(736, 1280)], [image(96, 640)]])
+        write(name, model, [[image(320, 320)], [image(480, 640)], [image(96, 640)]])
     elif "rec" in name:
-        write(name, model, [[image(48, 320)], [image(48, 96)], [np.concatenate([image(48, 640), image(48, 640)])]])
+        write(name, model, [[image(48, 320)], [image(48, 96)], [np.concatenate([image(48, 160), image(48, 160)])]])
     elif "cls" in name:
         write(name, model, [[image(48, 192)], [np.concatenate([image(48, 192)] * 4)], [image(80, 160)]])
     elif name == "nmp":

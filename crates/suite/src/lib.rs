@@ -34,6 +34,7 @@ pub mod nf4;
 pub mod norm;
 pub mod norm_backward;
 pub mod optimizer;
+pub mod pointwise;
 pub mod q8_0;
 pub mod rope;
 pub mod rope_in_place;
@@ -69,6 +70,7 @@ pub const KERNELS: &[&dyn AnyKernel] = &[
     &kernels::column_sums::ColumnSums,
     &kernels::activation::Activate,
     &kernels::activation::ActivationBackward,
+    &kernels::pointwise::Pointwise,
     &kernels::embed::Embed,
     &kernels::embed_backward::EmbedBackward,
     &kernels::sample::Sample,

@@ -111,7 +111,11 @@ impl Kernel for Pointwise {
     }
 
     fn outputs(p: &PointwiseProblem, operands: &PointwiseOperands) -> Vec<Output> {
-        let (handle, len, dtype) = (operands.out.clone(), p.reach(&p.out), p.out.dtype);
+        // Of a result with gaps, the elements before the first one.
+        let reach = p.reach(&p.out);
+        let row = if p.out.strides.last() == Some(&1) { p.shape[p.shape.len() - 1] } else { 1 };
+        let len = if reach == p.elements() { reach } else { row as usize };
+        let (handle, dtype) = (operands.out.clone(), p.out.dtype);
         vec![Output { handle, dtype, len, tolerance: rounding(dtype).max(1e-5) }]
     }
 

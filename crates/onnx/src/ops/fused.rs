@@ -5,6 +5,7 @@
 use burn::tensor::{DType, FloatDType, Slice, TensorData};
 use ops::{
     Activation, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind, NormWeights, OpError,
+    Program,
 };
 
 use super::attention::{Heads, Scoring, attend};
@@ -31,8 +32,11 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
+/// Channels of an image of few: a line of 16 bytes, in f16.
+pub(crate) const WIDE: usize = 8;
+
 /// Returns true for element types that our kernels have.
-pub(super) const fn is_ours(dtype: DType) -> bool {
+pub(crate) const fn is_ours(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
@@ -47,6 +51,7 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
         last: call.flag("activation_last"),
         doubled: call.flag("doubled"),
         ours: call.has_kernels(),
+        channels: call.int("channels").map(|own| own as usize),
     };
     Ok(Box::new(move |inputs| {
         let operands = Operands {
@@ -71,6 +76,8 @@ pub(crate) struct Convolution {
     pub(crate) doubled: bool,
     /// Our kernels run on the device.
     pub(crate) ours: bool,
+    /// Channels of the image, where the filters have zeros for more of them.
+    pub(crate) channels: Option<usize>,
 }
 
 /// Operands of a [`Convolution`].
@@ -96,7 +103,7 @@ impl Convolution {
             return self.deep(ctx, operands);
         }
         let Operands { x, weight, bias, residual, each, second } = operands;
-        let Self { windows, activation, last, doubled, ours } = self;
+        let Self { windows, activation, last, doubled, ours, channels: _ } = self;
         let (activation, last) = (*activation, *last);
         if !(*ours && is_ours(x.dtype()) && (3..=4).contains(&rank)) {
             let x = match second {
@@ -113,6 +120,24 @@ impl Convolution {
         let factor = if *doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
         let sizes = windows.sizes(&image, &weight.shape()[2..])?;
+        let x = match self.channels {
+            Some(channels) if channels != x.shape()[1] => {
+                return Err(format!("the image has {} channels, not {channels}", x.shape()[1]));
+            }
+            Some(_) => widened(ctx, &x)?,
+            None => x,
+        };
+        let few = x.shape()[1] < WIDE && weight.shape()[1] == x.shape()[1];
+        if few
+            && windows.groups == 1
+            && second.is_none()
+            && each.is_none()
+            && !last
+            && sizes.are_beside(&image)
+        {
+            let finish = Finish { bias, activation, residual, ..Finish::default() };
+            return patches(ctx, &x, weight, finish);
+        }
         let point = rank == 4 && image == [1, 1] && weight.shape()[2..] == [1, 1];
         if point && windows.groups == 1 && second.is_none() && each.is_none() && !last {
             // A product of a row.
@@ -208,6 +233,7 @@ impl Convolution {
                 last: sum.is_some(),
                 doubled: false,
                 ours: true,
+                channels: None,
             };
             let from = (tap * dilation) as isize;
             let to = from + ((count - 1) * stride) as isize + 1;
@@ -232,6 +258,57 @@ impl Convolution {
         let out = sum.reshape(&[own[0], count, flat[1], flat[2], flat[3]]);
         Ok(out.permute(&[0, 2, 1, 3, 4]))
     }
+}
+
+/// Returns an image `[batch, channels, …]` with [`WIDE`] channels, which come last in memory; the further ones are zeros.
+///
+/// # Errors
+/// The device failed.
+fn widened(ctx: &Ctx, x: &Array) -> Result<Array, String> {
+    let rank = x.rank();
+    let last: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
+    let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
+    let x = x.clone().permute(&last);
+    let mut shape = x.shape();
+    let channels = std::mem::replace(&mut shape[rank - 1], WIDE);
+    let wide = Array::full(&shape, scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
+    let part = wide.clone().narrow(rank - 1, 0, channels).into_inner();
+    let same = Program { inputs: 1, steps: Vec::new() };
+    ops::pointwise_into(ctx, &same, &[x.into_inner()], &part).map_err(told)?;
+    Ok(wide.permute(&back))
+}
+
+/// Convolves an image `[batch, channels, height, width]` whose windows lie side by side: a product of the windows and the filters.
+///
+/// # Errors
+/// The device failed.
+fn patches(ctx: &Ctx, x: &Array, weight: Array, finish: Finish) -> Result<Array, String> {
+    let (own, of) = (x.shape(), weight.shape());
+    let (kernel, filters) = (&of[2..], of[0]);
+    let counts: Vec<usize> = own[2..].iter().zip(kernel).map(|(own, by)| own / by).collect();
+    let split = counts.iter().zip(kernel).flat_map(|(count, by)| [*count, *by]);
+    let split: Vec<usize> = own[..2].iter().copied().chain(split).collect();
+    let rank = counts.len();
+    // batch, windows …, pixels of a window …, channels: as filters whose channels come last lie in memory.
+    let order = (0..rank).map(|at| 2 + 2 * at).chain((0..rank).map(|at| 3 + 2 * at));
+    let order: Vec<usize> = [0].into_iter().chain(order).chain([1]).collect();
+    let k = of[1..].iter().product();
+    let rows = x
+        .clone()
+        .reshape(&split)
+        .permute(&order)
+        .reshape(&[own[0] * counts.iter().product::<usize>(), k]);
+    let last: Vec<usize> = [0].into_iter().chain(2..rank + 2).chain([1]).collect();
+    let weight = weight.permute(&last).reshape(&[filters, k]).permute(&[1, 0]);
+    let flat = |own: Array| {
+        let shape = own.shape();
+        own.permute(&last).reshape(&[shape.iter().product::<usize>() / filters, filters])
+    };
+    let finish = Finish { residual: finish.residual.map(flat), ..finish };
+    let out = projected(ctx, true, rows, weight, finish)?;
+    let shape: Vec<usize> = [own[0]].into_iter().chain(counts).chain([filters]).collect();
+    let back: Vec<usize> = [0, rank + 1].into_iter().chain(1..=rank).collect();
+    Ok(out.reshape(&shape).permute(&back))
 }
 
 /// Returns the mean over the pixels of an image `[batch, channels, …]` as a product with ones, `[batch, channels]`; none for an image

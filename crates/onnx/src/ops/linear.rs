@@ -78,6 +78,13 @@ pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if of_a.is_empty() || of_b.is_empty() {
         return Err("a factor has no dimensions".to_owned());
     }
+    if of_a.len() > 2 && of_b.len() == 2 && of_a.last() == of_b.first() {
+        // One matrix for all rows: one product, not one for each of the batch.
+        let k = of_a.pop().unwrap_or(0);
+        let rows = product(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
+        of_a.push(of_b[1]);
+        return Ok(rows.reshape(&of_a));
+    }
     let vectors = [of_a.len() == 1, of_b.len() == 1];
     if vectors[0] {
         of_a.insert(0, 1);

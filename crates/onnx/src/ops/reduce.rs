@@ -41,6 +41,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         if own.is_empty() {
             axes.clear();
         }
+        axes.sort_unstable();
         let kept: Vec<usize> = own
             .iter()
             .enumerate()

@@ -205,6 +205,7 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
             last: false,
             doubled: false,
             ours,
+            channels: None,
         };
         let operands = Operands {
             x: padded.clone(),

@@ -1,9 +1,10 @@
-//! Operators of signals: Fourier transforms and windows.
+//! Operators of signals: Fourier transforms, their windows, and mel bands.
 
 use burn::tensor::{DType, TensorData};
+use ops::Ctx;
 
 use super::linear::product;
-use super::{Call, Inputs, Read, Run, axis};
+use super::{Call, Read, Run, axis};
 use crate::array::{Array, scalar_of};
 use crate::tensor;
 
@@ -14,6 +15,8 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "HammingWindow" => [25.0 / 46.0, -21.0 / 46.0, 0.0],
         "BlackmanWindow" => [0.42, -0.5, 0.08],
         "DFT" => return Some(Ok(transform(call))),
+        "STFT" => return Some(Ok(frames(call))),
+        "MelWeightMatrix" => return Some(mel(call)),
         _ => return None,
     };
     let periodic = call.int("periodic") != Some(0);
@@ -46,15 +49,89 @@ fn transform(call: &Call<'_>) -> Run {
             (None, None) => -2,
         };
         let at = axis(at, x.rank())?;
-        dft(inputs, x, at, inverse, onesided)
+        let given = inputs.maybe(1).map(|own| own.lengths()).transpose()?;
+        let n = given.and_then(|own| own.first().copied());
+        dft(inputs.ctx, x, at, n, inverse, onesided)
     })
+}
+
+/// Transforms frames of a signal `[batch, length, 1 or 2]` to `[batch, frames, frequencies, 2]`.
+fn frames(call: &Call<'_>) -> Run {
+    let onesided = call.int("onesided") != Some(0);
+    Box::new(move |inputs| {
+        let (signal, window) = (inputs.get(0)?, inputs.maybe(2));
+        let one = |at: usize| {
+            inputs.lengths(at)?.first().copied().ok_or("a length is missing".to_owned())
+        };
+        let step = one(1)?;
+        let size = match (inputs.maybe(3), &window) {
+            (Some(_), _) => one(3)?,
+            (None, Some(window)) => window.count(),
+            (None, None) => return Err("it has neither a window nor a frame_length".to_owned()),
+        };
+        let own = signal.shape();
+        let [batch, length, parts] = own[..]
+            .try_into()
+            .map_err(|_| format!("a signal has three dimensions, not {own:?}"))?;
+        if step == 0 || size == 0 || size > length {
+            return Err(format!("frames of {size} numbers, {step} apart, of {length}"));
+        }
+        let count = (length - size) / step + 1;
+        let places: Vec<i64> = (0..count)
+            .flat_map(|frame| (0..size).map(move |at| (frame * step + at) as i64))
+            .collect();
+        let places = Array::from_data(TensorData::new(places, [count * size]), &signal.device());
+        let mut all = signal.select(1, places).reshape(&[batch, count, size, parts]);
+        if let Some(window) = window {
+            all = all.times(window.reshape(&[size, 1]));
+        }
+        dft(inputs.ctx, all, 2, None, false, onesided)
+    })
+}
+
+/// Returns the weights `[frequencies, bands]` of triangles whose corners are even on the mel scale, as ONNX has them.
+fn mel(call: &Call<'_>) -> Result<Run, String> {
+    let to = tensor::dtype(call.int("output_datatype").unwrap_or(1) as i32)?;
+    Ok(Box::new(move |inputs| {
+        let number = |at: usize| {
+            inputs.get(at)?.floats()?.first().copied().ok_or("a number is missing".to_owned())
+        };
+        let (bands, size, rate) = (number(0)? as usize, number(1)? as usize, number(2)?);
+        let frequencies = size / 2 + 1;
+        let scale = |hertz: f64| 2595.0 * (1.0 + hertz / 700.0).log10();
+        let (low, high) = (scale(number(3)?), scale(number(4)?));
+        let step = (high - low) / (bands + 2) as f64;
+        let corner = |band: usize| {
+            let hertz = 700.0 * (10f64.powf((band as f64 * step + low) / 2595.0) - 1.0);
+            ((size + 1) as f64 * hertz / rate).floor()
+        };
+        let corners: Vec<f64> = (0..bands + 2).map(corner).collect();
+        if !corners.iter().all(|own| (0.0..=frequencies as f64).contains(own)) {
+            return Err(format!("its bands end beyond the {frequencies} frequencies"));
+        }
+        let weight = |frequency: usize, band: usize| {
+            let at = frequency as f64;
+            let [lower, centre, upper] = [0, 1, 2].map(|corner| corners[band + corner]);
+            match () {
+                () if at == centre => 1.0,
+                () if lower <= at && at < centre => (at - lower) / (centre - lower),
+                () if centre < at && at < upper => (upper - at) / (upper - centre),
+                () => 0.0,
+            }
+        };
+        let all = (0..frequencies).flat_map(|at| (0..bands).map(move |band| (at, band)));
+        let all: Vec<f64> = all.map(|(at, band)| weight(at, band)).collect();
+        let data = TensorData::new(all, [frequencies, bands]).convert_dtype(to);
+        Ok(vec![Array::from_data(data, inputs.device)])
+    }))
 }
 
 /// X[k] = Σ x[t] · e^(∓2πi·k·t/n), the inverse over n. A onesided transform has, or takes, the first n/2 + 1 of X alone.
 fn dft(
-    inputs: &Inputs<'_>,
+    ctx: &Ctx,
     x: Array,
     at: usize,
+    given: Option<usize>,
     inverse: bool,
     onesided: bool,
 ) -> Result<Vec<Array>, String> {
@@ -64,9 +141,8 @@ fn dft(
         return Err("the last dimension of x has no real and imaginary part".to_owned());
     }
     let to_real = inverse && onesided;
-    let given = inputs.maybe(1).map(|own| own.lengths()).transpose()?;
     let usual = if to_real { 2 * (own[at].max(1) - 1) } else { own[at] };
-    let n = given.and_then(|own| own.first().copied()).unwrap_or(usual);
+    let n = given.unwrap_or(usual);
     if n == 0 {
         return Err("the transform has no elements".to_owned());
     }
@@ -107,8 +183,8 @@ fn dft(
         Array::from_data(data, &x.device()).cast(dtype)
     };
     let (cos, sin) = (matrix(f64::cos, 1.0), matrix(f64::sin, sign));
-    let out_real = product(inputs.ctx, real.clone(), cos.clone())?.minus(product(
-        inputs.ctx,
+    let out_real = product(ctx, real.clone(), cos.clone())?.minus(product(
+        ctx,
         imaginary.clone(),
         sin.clone(),
     )?);
@@ -124,6 +200,6 @@ fn dft(
     if to_real {
         return Ok(vec![finished(out_real)]);
     }
-    let out_imaginary = product(inputs.ctx, real, sin)?.plus(product(inputs.ctx, imaginary, cos)?);
+    let out_imaginary = product(ctx, real, sin)?.plus(product(ctx, imaginary, cos)?);
     Ok(vec![Array::concat(vec![finished(out_real), finished(out_imaginary)], rank - 1)])
 }

@@ -1,7 +1,9 @@
 //! Operators over windows of an image of any number of dimensions: convolutions and pools.
 
 use burn::backend::Dispatch;
-use burn::backend::ops::{ConvOptions, ConvTransposeOptions, FloatTensorOps, ModuleOps};
+use burn::backend::ops::{
+    ConvOptions, ConvTransposeOptions, DeformConvOptions, FloatTensorOps, ModuleOps,
+};
 use burn::tensor::{DType, IntDType, TensorData};
 
 use super::fused::mean_of_pixels;
@@ -14,6 +16,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Windows::of(call).map(|own| -> Run { Box::new(move |inputs| conv(inputs, &own)) })
         }
         "ConvTranspose" => transposed(call),
+        "DeformConv" => deformed(call),
         "MaxPool" => pool(call, Pool::Max),
         "AveragePool" => pool(call, Pool::Mean),
         "LpPool" => {
@@ -185,6 +188,40 @@ pub(super) fn convolved(
     }))
 }
 
+/// A convolution whose taps are moved, by Burn.
+fn deformed(call: &Call<'_>) -> Result<Run, String> {
+    let windows = Windows::of(call)?;
+    let parts = usize::try_from(call.int("offset_group").unwrap_or(1));
+    let parts = parts.map_err(|_| "offset_group is negative")?;
+    Ok(Box::new(move |inputs| {
+        let (x, filters, offset) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
+        let (own, of, dtype) = (x.shape(), filters.shape(), x.dtype());
+        if own.len() != 4 || of.len() != 4 {
+            return Err("deformable convolutions are of images with two dimensions".to_owned());
+        }
+        let sizes = windows.sizes(&own[2..], &of[2..])?;
+        // Burn pads both sides alike: zeros after the image are part of it.
+        let mut x = x;
+        for at in 0..2 {
+            x = extended(x, at + 2, [sizes.before[at], sizes.after[at]], 0.0);
+        }
+        let options = DeformConvOptions {
+            stride: [0, 1].map(|at| sizes.strides[at]),
+            padding: [0; 2],
+            dilation: [0, 1].map(|at| sizes.dilations[at]),
+            weight_groups: windows.groups,
+            offset_groups: parts,
+        };
+        let wide = |own: Array| {
+            own.cast(if dtype == DType::F64 { dtype } else { DType::F32 }).into_inner()
+        };
+        let [bias, mask] = [3, 4].map(|at| inputs.maybe(at).map(wide));
+        let out =
+            Dispatch::deform_conv2d(wide(x), wide(offset), wide(filters), mask, bias, options);
+        Ok(vec![Array::of(out).cast(dtype)])
+    }))
+}
+
 fn transposed(call: &Call<'_>) -> Result<Run, String> {
     let windows = Windows::of(call)?;
     let list = |name: &str| {
@@ -277,7 +314,7 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
     let kernel = windows.kernel.clone().ok_or("it has no kernel_shape")?;
     let (up, with_pads) = (call.flag("ceil_mode"), call.flag("count_include_pad"));
     let columns_first = call.flag("storage_order");
-    let (wants_places, ours) = (call.outputs() > 1, call.has_kernels());
+    let wants_places = call.outputs() > 1;
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
@@ -291,7 +328,7 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
             let out = pooled(&wide, &sizes, &counts, kind, with_pads);
             return Ok(vec![out.cast(dtype)]);
         }
-        if !wants_places && ours {
+        if !wants_places {
             let whole = [&own[..2], &counts[..]].concat();
             if let Some(out) =
                 by_kernel(&x, &sizes, kind, up, with_pads).filter(|own| own.shape() == whole)
@@ -353,6 +390,15 @@ fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) ->
 }
 
 impl Sizes {
+    /// Returns true for windows that lie side by side and cover the image.
+    pub(super) fn are_beside(&self, image: &[usize]) -> bool {
+        let all = |own: &[usize], value: usize| own.iter().all(|own| *own == value);
+        self.strides == self.kernel
+            && [&self.before, &self.after].iter().all(|own| all(own, 0))
+            && all(&self.dilations, 1)
+            && image.iter().zip(&self.kernel).all(|(own, by)| own.is_multiple_of(*by))
+    }
+
     /// Returns the windows in each dimension.
     fn counts(&self, image: &[usize], up: bool) -> Vec<usize> {
         (0..image.len())

@@ -168,6 +168,7 @@ fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
         last: call.has_input(3),
         doubled: false,
         ours: call.has_kernels(),
+        channels: None,
     };
     Ok(Box::new(move |inputs| {
         let first = |own: Array| {
