@@ -154,6 +154,12 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             *shape.last_mut()? = ty(1)?.shape.as_ref()?[usize::from(!turned)];
             shape
         }
+        "flashover::Int8" => {
+            let mut shape = x.shape.clone()?;
+            *shape.last_mut()? = usize::try_from(int(node, "columns")?).ok();
+            let dtype = if int(node, "integer") == Some(1) { Some(DType::I32) } else { dtype };
+            return Some(Type { dtype, shape: Some(shape) });
+        }
         // Without a key, all are in the first input.
         "com.microsoft::GroupQueryAttention" => ty(1).and(x.shape.clone())?,
         "flashover::Attention" => {

@@ -192,6 +192,7 @@ fn unary(function: Function, x: f64) -> f64 {
         Function::Negate => -x,
         Function::Not => f64::from(u8::from(x == 0.0)),
         Function::Reciprocal => 1.0 / x,
+        Function::Round => x.round_ties_even(),
         Function::Sign if x == 0.0 => 0.0,
         Function::Sign => x.signum(),
         Function::Sin => x.sin(),
@@ -230,6 +231,11 @@ fn one_step() -> Vec<Program> {
         inputs: 1,
         steps: [positive.clone(), vec![Step::Unary(own, 3)]].concat(),
     }));
+    // Of multiples of a half, which have ties.
+    let half =
+        [number(2.0), Step::Binary(O::Multiply, 0, 1), Step::Unary(F::Floor, 2), number(0.5)];
+    let round = [Step::Binary(O::Multiply, 3, 4), Step::Unary(F::Round, 5)];
+    all.push(Program { inputs: 1, steps: [&half[..], &round].concat() });
     // One more: a device without erf has a polynomial whose error is 5e-7, and sines of Vulkan may be as far off.
     all.extend([F::Cos, F::Erf, F::Sin].map(|own| {
         let steps = vec![Step::Unary(own, 0), number(1.0), Step::Binary(O::Add, 1, 2)];

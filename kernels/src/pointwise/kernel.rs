@@ -345,6 +345,7 @@ fn unary(x: f32, #[comptime] function: Function) -> f32 {
         Function::Negate => -x,
         Function::Not => select(x == 0.0f32, 1.0f32, 0.0f32),
         Function::Reciprocal => 1.0f32 / x,
+        Function::Round => x.round(),
         Function::Sign => select(x > 0.0f32, 1.0f32, select(x < 0.0f32, -1.0f32, x * 0.0f32)),
         Function::Sin => x.sin(),
         Function::Sqrt => x.sqrt(),

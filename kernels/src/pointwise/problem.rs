@@ -29,6 +29,8 @@ pub enum Function {
     /// 1 for 0, and 0 for any other number.
     Not,
     Reciprocal,
+    /// To the nearest whole number; ties to the even one.
+    Round,
     Sign,
     Sin,
     Sqrt,

@@ -5,6 +5,7 @@ mod control;
 mod elementwise;
 pub(crate) mod fused;
 mod index;
+mod int8;
 pub(crate) mod linear;
 mod loss;
 mod microsoft;
@@ -28,7 +29,8 @@ use burn::backend::DispatchDevice;
 use burn::tensor::{DType, TensorData};
 use ops::{Activation, Ctx, Program as Steps};
 
-pub(crate) use self::microsoft::packed::{Packed, hold};
+pub(crate) use self::microsoft::packed::{Packed, hold, next_number};
+pub(crate) use self::quant::limits;
 use crate::array::Array;
 use crate::devices::Devices;
 use crate::graph::{Attribute, Node};
@@ -39,8 +41,9 @@ pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Se
 /// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
 pub(crate) type Read = Option<Result<Run, String>>;
 
-const FAMILIES: [fn(&Call<'_>) -> Read; 20] = [
+const FAMILIES: [fn(&Call<'_>) -> Read; 21] = [
     fused::read,
+    int8::read,
     pointwise::read,
     elementwise::read,
     shape::read,

@@ -132,6 +132,7 @@ fn unary(function: Function, x: Array) -> Result<Array, String> {
         Function::Negate => x.float(Dispatch::float_neg),
         Function::Not => x.cast(crate::tensor::BOOL).not(),
         Function::Reciprocal => x.float(Dispatch::float_recip),
+        Function::Round => x.float(Dispatch::float_round),
         Function::Sign => x.float(Dispatch::float_sign),
         Function::Sin => x.float(Dispatch::float_sin),
         Function::Sqrt => x.float(Dispatch::float_sqrt),

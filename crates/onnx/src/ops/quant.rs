@@ -101,7 +101,7 @@ fn round(x: Array) -> Array {
 }
 
 /// Subtracts zero points, in i32. Those of rows are a column.
-fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Array, String> {
+pub(super) fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Array, String> {
     let rank = x.rank();
     let x = x.cast(DType::I32);
     Ok(match zero {
@@ -127,7 +127,7 @@ fn of_filters(w: Array, zero: Option<Array>) -> Array {
 }
 
 /// Least and greatest number of an integer type.
-pub(super) fn limits(dtype: DType) -> (f64, f64) {
+pub(crate) fn limits(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::I8 => (-128.0, 127.0),
         DType::U8 => (0.0, 255.0),

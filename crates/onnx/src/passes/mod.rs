@@ -9,6 +9,7 @@ mod neutral;
 mod norms;
 mod pointwise;
 mod products;
+mod quantised;
 mod reshapes;
 #[cfg(test)]
 mod tests;
@@ -35,8 +36,13 @@ pub struct Pass {
 }
 
 /// All passes, in the order in which they run.
-pub const PASSES: [Pass; 15] = [
+pub const PASSES: [Pass; 16] = [
     Pass { name: "neutral", about: "nodes that change nothing", rewrite: neutral::rewrite },
+    Pass {
+        name: "int8",
+        about: "products of int8, and quantised values",
+        rewrite: quantised::rewrite,
+    },
     Pass { name: "gelu", about: "GELU from its parts", rewrite: activations::gelu },
     Pass { name: "silu", about: "SiLU from its parts", rewrite: activations::silu },
     Pass {

@@ -83,7 +83,7 @@ fn operands_of(node: &Node) -> Vec<ValueId> {
 }
 
 fn operands(node: &Node) -> Option<Vec<ValueId>> {
-    const FUSED: [&str; 38] = [
+    const FUSED: [&str; 39] = [
         "Abs",
         "Add",
         "And",
@@ -114,6 +114,7 @@ fn operands(node: &Node) -> Option<Vec<ValueId>> {
         "Pow",
         "Reciprocal",
         "Relu",
+        "Round",
         "Sigmoid",
         "Sign",
         "Sin",
@@ -237,6 +238,7 @@ impl Chain {
             "Neg" => one(Function::Negate),
             "Not" => one(Function::Not),
             "Reciprocal" => one(Function::Reciprocal),
+            "Round" => one(Function::Round),
             "Sign" => one(Function::Sign),
             "Sin" => one(Function::Sin),
             "Sqrt" => one(Function::Sqrt),

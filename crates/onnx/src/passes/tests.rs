@@ -74,6 +74,19 @@ impl Build {
         self.numbers(shape, noise(shape.iter().product(), salt))
     }
 
+    /// Adds a constant of bytes of a type.
+    fn bytes(&mut self, data_type: i32, shape: &[usize], values: &[u8]) -> String {
+        let name = format!("c{}", self.graph.initializer.len());
+        self.graph.initializer.push(TensorProto {
+            dims: shape.iter().map(|own| *own as i64).collect(),
+            data_type,
+            raw_data: values.to_vec().into(),
+            name: name.clone(),
+            ..TensorProto::default()
+        });
+        name
+    }
+
     fn ints(&mut self, values: &[i64]) -> String {
         let name = format!("c{}", self.graph.initializer.len());
         self.graph.initializer.push(TensorProto {
@@ -349,4 +362,36 @@ fn a_row_that_its_mask_hides_gives_zeros() {
     let shares = own.node("Where", &[&none, &zero, &shares], &[]);
     let y = own.node("MatMul", &[&shares, "x"], &[]);
     own.check(&y, &["attention"]);
+}
+
+#[test]
+fn images_of_three_channels_are_read_in_whole_lines_or_as_patches() {
+    for (size, stride, pads) in [(3, 2, 1), (2, 2, 0)] {
+        let mut own = Build::new(&[2, 3, 6, 8]);
+        let (w, b) = (own.weights(&[5, 3, size, size]), own.weights(&[5]));
+        let attributes: [(&str, &[i64]); 2] =
+            [("strides", &[stride, stride]), ("pads", &[pads, pads, pads, pads])];
+        let y = own.node("Conv", &["x", &w, &b], &attributes);
+        let y = own.node("Relu", &[&y], &[]);
+        own.check(&y, &["epilogue"]);
+    }
+}
+
+#[test]
+fn quantised_values_and_products_of_int8_are_found() {
+    let mut own = Build::new(&[2, 600]);
+    let codes: Vec<u8> = (0..600 * 600).map(|at| (at * 31 % 251) as u8).collect();
+    let (signed, unsigned) = (own.bytes(3, &[600, 600], &codes), own.bytes(2, &[600, 600], &codes));
+    let (step, middle) = (own.number(0.01), own.bytes(2, &[], &[128]));
+    let scales = own.weights(&[600]);
+    let q = own.node("QuantizeLinear", &["x", &step, &middle], &[]);
+    let x = own.node("DequantizeLinear", &[&q, &step, &middle], &[]);
+    let w = own.node("DequantizeLinear", &[&signed, &scales], &[("axis", &[1])]);
+    let y = own.node("MatMul", &[&x, &w], &[]);
+    // A product of integers, with zero points of both sides.
+    let a = own.node("QuantizeLinear", &["x", &step, &middle], &[]);
+    let z = own.node("MatMulInteger", &[&a, &unsigned, &middle, &middle], &[]);
+    let z = own.node("Cast", &[&z], &[("to", &[1])]);
+    let y = own.node("Add", &[&y, &z], &[]);
+    own.check(&y, &["int8"]);
 }

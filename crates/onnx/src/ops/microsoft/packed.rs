@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use burn::tensor::{DType, TensorData};
 use ops::checkpoint::Encoded;
-use ops::{Block, Epilogue, OpError, QuantizedWeight, Scales, Scheme, WeightFormat};
+use ops::{Block, Ctx, Epilogue, OpError, QuantizedWeight, Scales, Scheme, WeightFormat};
 
 use super::super::fused::{Finish, is_ours, projected, vector};
 use super::super::{Call, Run};
@@ -42,9 +42,13 @@ pub(crate) fn hold(node: &mut Node, values: &[Value]) {
             node.attributes.insert(name.to_owned(), Attribute::Tensor(data));
         }
     }
+    node.attributes.insert(NUMBER.to_owned(), Attribute::Int(next_number()));
+}
+
+/// Returns the number of another matrix among all that this process has read.
+pub(crate) fn next_number() -> i64 {
     static READ: AtomicI64 = AtomicI64::new(0);
-    let number = Attribute::Int(READ.fetch_add(1, Ordering::Relaxed));
-    node.attributes.insert(NUMBER.to_owned(), number);
+    READ.fetch_add(1, Ordering::Relaxed)
 }
 
 /// A matrix on a device.
@@ -95,24 +99,43 @@ pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
             let weight = Array::from_data(weight, &x.device()).cast(x.dtype());
             Ok(Packed::Dense(Arc::new(weight.permute(&[1, 0]))))
         })?;
-        Ok(vec![match matrix {
-            Packed::Dense(weight) => {
-                let finish = Finish { bias, ..Finish::default() };
-                projected(inputs.ctx, ours, x, (*weight).clone(), finish)?
-            }
-            Packed::Codes(weight) => {
-                let mut shape = x.shape();
-                let rows = x.count() / own.k;
-                let epilogue = Epilogue { bias: bias.map(vector), ..Epilogue::default() };
-                let x = x.reshape(&[rows, own.k]).tensor::<2>();
-                let out = ops::quantized_linear(inputs.ctx, x, &weight, epilogue);
-                let out = Array::of_tensor(out.map_err(|why| why.to_string())?);
-                shape.pop();
-                shape.push(own.n);
-                out.reshape(&shape)
-            }
-        }])
+        Ok(vec![multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?])
     }))
+}
+
+/// Multiplies rows `[.., k]` by a matrix `[n, k]`.
+///
+/// # Errors
+/// The device failed; x has another depth.
+pub(crate) fn multiplied(
+    ctx: &Ctx,
+    ours: bool,
+    matrix: Packed,
+    x: Array,
+    [n, k]: [usize; 2],
+    bias: Option<Array>,
+) -> Result<Array, String> {
+    let mut shape = x.shape();
+    if shape.pop() != Some(k) {
+        return Err(format!(
+            "rows of {:?} cannot be multiplied by a matrix of depth {k}",
+            x.shape()
+        ));
+    }
+    match matrix {
+        Packed::Dense(weight) => {
+            let finish = Finish { bias, ..Finish::default() };
+            projected(ctx, ours, x, (*weight).clone(), finish)
+        }
+        Packed::Codes(weight) => {
+            let rows = shape.iter().product();
+            let epilogue = Epilogue { bias: bias.map(vector), ..Epilogue::default() };
+            let out =
+                ops::quantized_linear(ctx, x.reshape(&[rows, k]).tensor::<2>(), &weight, epilogue);
+            shape.push(n);
+            Ok(Array::of_tensor(out.map_err(|why| why.to_string())?).reshape(&shape))
+        }
+    }
 }
 
 /// A packed matrix `[n, k]`.

@@ -1,0 +1,187 @@
+//! Quantised graphs: products with matrices of int8, and values that are rounded to integers and back.
+//!
+//! ```text
+//! DequantizeLinear(QuantizeLinear(x, s, z), s', z)  =  clip(round(x / s), least - z, most - z) · s'
+//! MatMul(x, DequantizeLinear(codes, s))             =  (x · codes) · s, by the kernels of int8
+//! MatMulInteger(a, codes, zero of a)                =  (a - zero) · codes, by the same kernels
+//! ```
+
+use burn::tensor::{DType, TensorData};
+use ops::{Constant as Number, Function, Operation, Program, Step};
+
+use super::view::{View, in_place_of};
+use crate::graph::{Attribute, Node, ValueId};
+use crate::ops::{limits, next_number};
+use crate::tensor::Constant;
+
+pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
+    let node = view.node(at)?.clone();
+    match node.op.as_str() {
+        "DequantizeLinear" => rounded(view, at, &node).or_else(|| decoded(view, at, &node)),
+        "MatMul" => product(view, at, &node, false),
+        "Gemm" => {
+            let one = |name: &str| node.float(name).is_none_or(|own| own == 1.0);
+            let plain = one("alpha") && one("beta") && node.int("transA").unwrap_or(0) == 0;
+            let turned = node.int("transB") == Some(1);
+            if plain { product(view, at, &node, turned) } else { None }
+        }
+        "MatMulInteger" => {
+            let codes = Codes::of(view, node.input(1)?, node.input(3))?;
+            let [_, columns] = codes.0.shape[..] else { return None };
+            let own = codes.product(&node, vec![node.x(), node.input(2)], 1.0, columns, false);
+            view.replace(at, own.with("integer", Attribute::Int(1)));
+            Some(())
+        }
+        _ => None,
+    }
+}
+
+/// Makes a value that is quantised and decoded a program of one kernel.
+fn rounded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
+    let before = view.made_for_one(node.x()?, "QuantizeLinear")?.clone();
+    let (x, codes) = (before.x()?, view.dtype(node.x()?)?);
+    let whole = matches!(codes, DType::I8 | DType::U8 | DType::I16 | DType::U16);
+    if !whole || view.dtype(x)? != DType::F32 || view.dtype(node.y()?)? != DType::F32 {
+        return None;
+    }
+    let zero_of = |own: &Node| own.input(2).map_or(Some(0.0), |id| view.number(id));
+    let (zero, again) = (zero_of(&before)?, zero_of(node)?);
+    let (scale, other) = (view.number(before.input(1)?)?, view.number(node.input(1)?)?);
+    if zero != again {
+        return None;
+    }
+    let (least, most) = limits(codes);
+    let number = |own: f64| Step::Constant(Number::new(own as f32));
+    let steps = vec![
+        number(scale),
+        Step::Binary(Operation::Divide, 0, 1),
+        Step::Unary(Function::Round, 2),
+        number(least - zero),
+        Step::Binary(Operation::Max, 3, 4),
+        number(most - zero),
+        Step::Binary(Operation::Min, 5, 6),
+        number(other),
+        Step::Binary(Operation::Multiply, 7, 8),
+    ];
+    let place = view.place(node.x()?, "QuantizeLinear")?;
+    let program = Attribute::Program(Program { inputs: 1, steps });
+    let own = in_place_of(node, "flashover::Pointwise", vec![Some(x)]).with("program", program);
+    view.remove(place);
+    view.replace(at, own);
+    Some(())
+}
+
+/// Makes a decoded constant a constant of floats, but for a matrix that a product reads as codes.
+fn decoded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
+    let (x, scale, y) = (node.x()?, node.input(1)?, node.y()?);
+    let to = view.dtype(y).filter(|own| *own == DType::F32)?;
+    let of_product = view.readers(y).iter().all(|reader| {
+        view.node(*reader).is_some_and(|own| {
+            ["MatMul", "Gemm"].contains(&own.op.as_str()) && own.input(1) == Some(y)
+        })
+    });
+    if of_product && Codes::of(view, x, node.input(2)).is_some() {
+        return None;
+    }
+    let codes = view.constant(x)?;
+    if codes.dtype.is_float() || node.int("block_size").unwrap_or(0) != 0 {
+        return None;
+    }
+    let scales = view.floats(scale)?;
+    let zeros = match node.input(2) {
+        None => vec![0],
+        Some(id) => view.ints(id)?,
+    };
+    let axis = crate::ops::axis(node.int("axis").unwrap_or(1), codes.shape.len().max(1)).ok()?;
+    let (each, inner) = match codes.shape.get(axis) {
+        Some(each) => (*each, codes.shape[axis + 1..].iter().product::<usize>()),
+        None => (1, 1),
+    };
+    let fits = |count: usize| count == 1 || count == each;
+    if !fits(scales.len()) || !fits(zeros.len()) {
+        return None;
+    }
+    let value = |(place, code): (usize, i64)| {
+        let own = place / inner.max(1) % each.max(1);
+        (code - zeros[own % zeros.len()]) as f32 * scales[own % scales.len()]
+    };
+    let all: Vec<f32> = codes.data().iter::<i64>().enumerate().map(value).collect();
+    let data = TensorData::new(all, codes.shape.clone()).convert_dtype(to);
+    let made = view.add_constant(data);
+    if view.is_output(y) {
+        return None;
+    }
+    view.remove(at);
+    view.redirect(y, made);
+    Some(())
+}
+
+/// Makes a product with a decoded matrix one with its codes.
+fn product(view: &mut View<'_>, at: usize, node: &Node, turned: bool) -> Option<()> {
+    let weight = node.input(1)?;
+    let place = view.place(weight, "DequantizeLinear")?;
+    let decode = view.node(place)?;
+    let codes = Codes::of(view, decode.x()?, decode.input(2))?;
+    let columns = codes.0.shape[usize::from(!turned)];
+    let scale = view.constant(decode.input(1)?).filter(|own| own.dtype == DType::F32)?;
+    let axis = crate::ops::axis(decode.int("axis").unwrap_or(1), 2).ok()?;
+    let of_columns = axis == usize::from(!turned) && scale.count() == columns;
+    if decode.int("block_size").unwrap_or(0) != 0 || !(scale.count() == 1 || of_columns) {
+        return None;
+    }
+    view.dims(node.x()?).filter(|own| own.len() >= 2)?;
+    let scales = scale.clone();
+    let mut inputs = vec![node.x(), None];
+    inputs.extend(node.input(2).map(Some));
+    let own = codes.product(node, inputs, 0.0, columns, turned);
+    view.replace(at, own.with("scales", Attribute::Tensor(scales)));
+    if view.readers(weight).is_empty() && !view.is_output(weight) {
+        view.remove(place);
+    }
+    Some(())
+}
+
+/// A constant matrix of int8 whose zero point is 0.
+struct Codes(Constant);
+
+impl Codes {
+    /// Returns the matrix of a constant. Unsigned codes around 128 become signed ones.
+    fn of(view: &View<'_>, id: ValueId, zero: Option<ValueId>) -> Option<Self> {
+        let own = view.constant(id).filter(|own| own.shape.len() == 2)?;
+        let zeros = match zero {
+            None => vec![0],
+            Some(id) => view.ints(id)?,
+        };
+        let all = |value: i64| zeros.iter().all(|own| *own == value);
+        match own.dtype {
+            DType::I8 if all(0) => Some(Self(own.clone())),
+            DType::U8 if all(128) => {
+                let signed = own.bytes().iter().map(|own| own ^ 0x80).collect();
+                let data = TensorData::from_bytes_vec(signed, own.shape.clone(), DType::I8);
+                Some(Self(Constant::new(data)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns a product in place of a node; `scale` is that of all codes, and 0 if an attribute has them.
+    fn product(
+        self,
+        node: &Node,
+        inputs: Vec<Option<ValueId>>,
+        scale: f32,
+        columns: usize,
+        turned: bool,
+    ) -> Node {
+        let own = in_place_of(node, "flashover::Int8", inputs)
+            .with("codes", Attribute::Tensor(self.0))
+            .with("columns", Attribute::Int(columns as i64))
+            .with("turned", Attribute::Int(i64::from(turned)))
+            .with("number", Attribute::Int(next_number()));
+        if scale == 0.0 {
+            return own;
+        }
+        let scale = Constant::new(TensorData::new(vec![scale], [1]));
+        own.with("scales", Attribute::Tensor(scale))
+    }
+}
