@@ -11,7 +11,7 @@ use burn::tensor::{
     BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, Tensor, TensorData,
 };
 
-use crate::ops::fused::WIDE;
+use crate::limits::must_fit;
 use crate::tensor;
 
 /// A tensor of any element type and rank.
@@ -81,7 +81,7 @@ impl Memo {
     }
 }
 
-fn is_host(device: &DispatchDevice) -> bool {
+pub(crate) fn is_host(device: &DispatchDevice) -> bool {
     matches!(device, DispatchDevice::Flex(_))
 }
 
@@ -196,14 +196,6 @@ impl Array {
         Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
     }
 
-    /// Returns filters `[filters, channels, …]` with zeros as further channels, [`WIDE`] in all.
-    pub(crate) fn widened(self) -> Self {
-        let mut shape = self.shape();
-        shape[1] = WIDE - shape[1];
-        let zeros = Self::full(&shape, scalar_of(0.0, self.dtype()), self.dtype(), &self.device());
-        Self::concat(vec![self, zeros], 1)
-    }
-
     pub(crate) fn is_on_host(&self) -> bool {
         is_host(&self.device())
     }
@@ -252,16 +244,15 @@ impl Array {
         device: &DispatchDevice,
     ) -> Self {
         let lies = if shape.is_empty() { &[1][..] } else { shape };
+        must_fit(lies, dtype, device);
         let lies = Shape::from(lies.to_vec());
         let tensor = match kind(dtype) {
             Kind::Float => Dispatch::float_full(lies, value, device, float_dtype(dtype)),
             Kind::Int => Dispatch::int_full(lies, value, device, int_dtype(dtype)),
             Kind::Bool => {
                 let zeros = Dispatch::bool_zeros(lies, device, bool_dtype(device));
-                match value {
-                    Scalar::Bool(true) => Dispatch::bool_not(zeros),
-                    _ => zeros,
-                }
+                let yes = matches!(value, Scalar::Bool(true));
+                if yes { Dispatch::bool_not(zeros) } else { zeros }
             }
         };
         Self::new(tensor, shape.is_empty())
@@ -269,6 +260,7 @@ impl Array {
 
     /// Returns 0, 1, … as i64.
     pub(crate) fn arange(to: usize, device: &DispatchDevice) -> Self {
+        must_fit(&[to], DType::I64, device);
         Self::of(Dispatch::int_arange(0..to as i64, device, IntDType::I64))
     }
 

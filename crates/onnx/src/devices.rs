@@ -9,8 +9,9 @@ use burn::tensor::{DType, TensorData};
 use burn_cubecl::CubeDevice;
 use ops::Ctx;
 
-use crate::array::Array;
+use crate::array::{Array, scalar_of};
 use crate::ops::Packed;
+use crate::ops::fused::WIDE;
 use crate::tensor::Constant;
 
 /// Most elements of a constant that is no weight, but a factor, a mask or a limit.
@@ -60,6 +61,14 @@ pub(crate) const fn host() -> DispatchDevice {
 /// Returns true if our kernels run on a device.
 pub(crate) const fn has_kernels(device: &DispatchDevice) -> bool {
     matches!(device, DispatchDevice::Cube(_))
+}
+
+/// Returns filters `[filters, channels, …]` with zeros as further channels, [`WIDE`] in all.
+fn widened(filters: Array) -> Array {
+    let (mut shape, dtype) = (filters.shape(), filters.dtype());
+    shape[1] = WIDE - shape[1];
+    let zeros = Array::full(&shape, scalar_of(0.0, dtype), dtype, &filters.device());
+    Array::concat(vec![filters, zeros], 1)
 }
 
 impl Devices {
@@ -140,7 +149,7 @@ impl Devices {
         let array = match form {
             Form::Dense => array,
             Form::ChannelsLast => array.channels_last()?,
-            Form::Widened => array.widened().channels_last()?,
+            Form::Widened => widened(array).channels_last()?,
         };
         if self.keeps {
             constants.insert(key, (constant.clone(), array.clone()));

@@ -5,11 +5,12 @@
 
 use std::sync::Arc;
 
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
 
 use crate::array::{Array, scalar_of};
 use crate::devices::Devices;
 use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
+use crate::limits::fits;
 use crate::ops::{Inputs, operator};
 use crate::tensor::Constant;
 use crate::{rules, types};
@@ -181,6 +182,14 @@ fn within(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
 
 /// Infers the types of a node's outputs: by a run on zeros where it costs nothing, by rules, by onnx-ir, by a small run.
 fn infer(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Vec<Type> {
+    // A run on zeros would not fit.
+    let large = |own: &Type| {
+        own.known_shape()
+            .is_some_and(|shape| fits(&shape, own.dtype.unwrap_or(DType::F32), &host.host).is_err())
+    };
+    if let Some(grown) = rules::grown(graph, node).filter(large) {
+        return vec![grown];
+    }
     let moved = if rules::moves(&node.op) { by_trial(graph, node, opset, host) } else { None };
     moved
         .or_else(|| rules::of_outputs(graph, node))

@@ -11,6 +11,7 @@ mod fold;
 mod frames;
 mod graph;
 pub mod layers;
+mod limits;
 mod model;
 mod ops;
 pub mod passes;

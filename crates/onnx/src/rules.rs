@@ -245,6 +245,46 @@ fn conv(
     Some(padded.checked_sub(reach)? / stride + 1)
 }
 
+/// Returns the type of a result that may be much larger than its inputs, and whose lengths are constants. A length may differ a little
+/// from that of a run: the type tells whether one is possible.
+pub(crate) fn grown(graph: &Graph, node: &Node) -> Option<Type> {
+    let value = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??]);
+    let numbers = |at: usize| {
+        let own = value(at)?.constant.as_ref()?.data();
+        Some(own.iter::<f64>().collect::<Vec<_>>()).filter(|own| !own.is_empty())
+    };
+    let x = &value(0)?.ty;
+    let dims = || x.known_shape();
+    let made: Vec<f64> = match node.op.as_str() {
+        "Tile" => dims()?.iter().zip(numbers(1)?).map(|(len, own)| *len as f64 * own).collect(),
+        "Pad" if node.inputs.get(3).is_none_or(Option::is_none) => {
+            let (own, pads) = (dims()?, numbers(1)?);
+            let rank = own.len();
+            (0..rank)
+                .map(|at| Some(own[at] as f64 + pads.get(at)? + pads.get(at + rank)?))
+                .collect::<Option<_>>()?
+        }
+        "Resize" | "Upsample" => {
+            let places = if node.op == "Upsample" { [1, 1] } else { [2, 3] };
+            let own = dims()?;
+            match (numbers(places[0]), numbers(places[1])) {
+                (Some(scales), _) if scales.len() == own.len() => {
+                    own.iter().zip(scales).map(|(len, by)| (*len as f64 * by).floor()).collect()
+                }
+                (None, Some(sizes)) => sizes,
+                _ => return None,
+            }
+        }
+        "ConstantOfShape" => numbers(0)?,
+        "Expand" => numbers(1)?,
+        _ => return None,
+    };
+    let length = |own: &f64| (0.0..=u64::MAX as f64).contains(own).then_some(*own as usize);
+    let shape = made.iter().map(length).collect::<Option<Vec<_>>>()?;
+    let dtype = x.dtype.filter(|_| node.op != "ConstantOfShape");
+    Some(Type { dtype, shape: Some(shape.into_iter().map(Some).collect()) })
+}
+
 /// Returns true for operators that only move elements: a run on zeros tells their types for nothing.
 pub(crate) fn moves(op: &str) -> bool {
     const MOVES: [&str; 13] = [

@@ -11,6 +11,7 @@ use crate::array::{Array, Kind, Memo, copies, kind};
 use crate::devices::{Devices, Form};
 use crate::error::invalid;
 use crate::graph::{Attribute, Graph, Node, Type, ValueId};
+use crate::limits::fits;
 use crate::ops::fused::{WIDE, is_ours};
 use crate::ops::{Inputs, Run, operator};
 use crate::passes::place;
@@ -136,6 +137,12 @@ impl Program {
                 true => node.op.clone(),
                 false => format!("{} {}", node.op, node.name),
             });
+            for id in node.outputs.iter().flatten() {
+                let ty = &self.types[*id];
+                if let (Some(dtype), Some(shape)) = (ty.dtype, ty.known_shape()) {
+                    fits(&shape, dtype, &self.devices.device).map_err(failed)?;
+                }
+            }
             let mut run = || memo.during(|| caught(|| (step.run)(&inputs)));
             let made = match pass.as_ref().filter(|_| place.is_some()) {
                 Some(pass) => pass.place(run),

@@ -312,3 +312,28 @@ fn the_softmax_of_a_long_row_is_exact() {
         (made[0].iter::<f64>().next().unwrap(), 1.0 / (1.0 + 19999.0 * (-9f64).exp()));
     assert!((have - want).abs() <= 1e-5 * want, "{have}, expected {want}");
 }
+
+#[test]
+fn results_beyond_the_memory_are_errors_of_their_nodes() {
+    let large = |name: &str, values: Vec<i64>| TensorProto {
+        dims: vec![values.len() as i64],
+        data_type: 7,
+        int64_data: values,
+        name: name.to_owned(),
+        ..TensorProto::default()
+    };
+    for (op, values) in [
+        ("Tile", vec![1 << 30, 1 << 20]),
+        ("Expand", vec![1 << 50, 2]),
+        ("Pad", vec![0, 1 << 50, 0, 0]),
+    ] {
+        let mut own = model(vec![node(op, &["x", "s"], &["y"])], &["x"], &["y"]);
+        let graph = own.graph.as_mut().unwrap();
+        graph.initializer = vec![large("s", values)];
+        graph.output = vec![value("y", &["rows", "columns"])];
+        let folder = tempfile::tempdir().unwrap();
+        let model = open(&own, folder.path(), &[]).unwrap();
+        let why = model.run(vec![TensorData::new(vec![1f32, -2.0], [1, 2])]).unwrap_err();
+        assert!(why.to_string().contains("needs more memory than there is"), "{op}: {why}");
+    }
+}

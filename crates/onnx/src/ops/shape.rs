@@ -4,6 +4,7 @@ use burn::tensor::{Slice, TensorData};
 
 use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, Kind, broadcast, scalar_of};
+use crate::limits::must_fit;
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -176,6 +177,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 
 /// Returns bools `[rows, columns]` on the device of another tensor.
 fn mask(rows: usize, columns: usize, holds: impl Fn(usize, usize) -> bool, like: &Array) -> Array {
+    must_fit(&[rows, columns], tensor::BOOL, &crate::devices::host());
     let all = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
     let all: Vec<bool> = all.map(|(row, column)| holds(row, column)).collect();
     Array::from_data(TensorData::new(all, [rows, columns]), &like.device())

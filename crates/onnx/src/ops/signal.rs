@@ -6,6 +6,8 @@ use ops::Ctx;
 use super::linear::product;
 use super::{Call, Read, Run, axis};
 use crate::array::{Array, scalar_of};
+use crate::devices::host;
+use crate::limits::fits;
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -26,6 +28,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     };
     Some(Ok(Box::new(move |inputs| {
         let size = inputs.lengths(0)?[0];
+        fits(&[size], DType::F64, &host())?;
         let turn = if periodic { size } else { size.saturating_sub(1) };
         let value = |at: usize| {
             let angle = std::f64::consts::TAU * at as f64 / turn.max(1) as f64;

@@ -1,0 +1,32 @@
+//! Limits of memory.
+
+use std::panic::resume_unwind;
+use std::sync::LazyLock;
+
+use arch::HostMemory;
+use burn::backend::DispatchDevice;
+use burn::tensor::DType;
+
+use crate::array::is_host;
+
+/// Checks that a tensor fits in memory: an allocation that fails on the host ends the process.
+///
+/// # Errors
+/// The machine has less.
+pub(crate) fn fits(shape: &[usize], dtype: DType, device: &DispatchDevice) -> Result<(), String> {
+    static MEMORY: LazyLock<usize> =
+        LazyLock::new(|| HostMemory::now().map_or(1 << 36, |own| own.total as usize));
+    let most = if is_host(device) { *MEMORY } else { 1 << 40 };
+    let bytes = shape.iter().try_fold(dtype.size(), |all, own| all.checked_mul(*own));
+    match bytes {
+        Some(bytes) if bytes <= most => Ok(()),
+        _ => Err(format!("a tensor of shape {shape:?} needs more memory than there is")),
+    }
+}
+
+/// Unwinds like a panic of Burn, which becomes an error of the node, if a tensor does not fit.
+pub(crate) fn must_fit(shape: &[usize], dtype: DType, device: &DispatchDevice) {
+    if let Err(why) = fits(shape, dtype, device) {
+        resume_unwind(Box::new(why));
+    }
+}
