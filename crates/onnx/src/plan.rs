@@ -38,20 +38,24 @@ const FRESH: [&str; 9] = [
 /// Lifetimes of the results that take places.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lifetimes {
-    pub(crate) results: Vec<Lifetime>,
-    /// Place of the result of each node.
+    /// Parts of the buffer. A block holds one result, or several that are made in place of each other.
+    pub(crate) blocks: Vec<Lifetime>,
+    /// Block of each result.
+    pub(crate) results: Vec<usize>,
+    /// Result of each node.
     pub(crate) of_node: Vec<Option<usize>>,
 }
 
 impl Lifetimes {
     /// Finds the lifetimes of a graph whose shapes are known.
     pub(crate) fn of(graph: &Graph) -> Self {
-        // Places that a value may lie in.
+        // Results that a value may be a view of.
         let mut holds: Vec<Vec<usize>> = vec![Vec::new(); graph.values.len()];
         let mut own = Self::default();
         // Nodes that were run when a result was last read.
         let mut made_at = Vec::new();
         let mut ends: Vec<usize> = Vec::new();
+        let mut sizes = Vec::new();
         for (at, node) in graph.nodes.iter().enumerate() {
             let mut read: Vec<usize> =
                 node.inputs.iter().flatten().flat_map(|id| holds[*id].clone()).collect();
@@ -59,10 +63,10 @@ impl Lifetimes {
             read.dedup();
             read.iter().for_each(|place| ends[*place] = at);
             let size = placed(graph, node);
-            own.of_node.push(size.map(|_| own.results.len()));
+            own.of_node.push(size.map(|_| sizes.len()));
             if let Some(size) = size {
-                let place = own.results.len();
-                own.results.push(Lifetime { size, from: place, to: place + 1 });
+                let place = sizes.len();
+                sizes.push(size);
                 made_at.push(at);
                 ends.push(at);
                 if let Some(Some(id)) = node.outputs.first() {
@@ -75,9 +79,22 @@ impl Lifetimes {
         for id in &graph.outputs {
             holds[*id].iter().for_each(|place| ends[*place] = graph.nodes.len());
         }
-        // Time counts results.
-        for (result, end) in own.results.iter_mut().zip(ends) {
-            result.to = made_at.partition_point(|at| *at <= end);
+        for (result, at) in made_at.iter().enumerate() {
+            let before = overwritten(graph, &graph.nodes[*at], &holds);
+            let dies = |before: &usize| ends[*before] == *at && sizes[*before] == sizes[result];
+            // Time counts results.
+            let to = made_at.partition_point(|at| *at <= ends[result]);
+            match before.filter(dies) {
+                Some(before) => {
+                    let block = own.results[before];
+                    own.blocks[block].to = to;
+                    own.results.push(block);
+                }
+                None => {
+                    own.results.push(own.blocks.len());
+                    own.blocks.push(Lifetime { size: sizes[result], from: result, to });
+                }
+            }
         }
         own
     }
@@ -85,11 +102,29 @@ impl Lifetimes {
     /// Returns the bytes of the largest set of results that live at once.
     pub(crate) fn most_at_once(&self) -> u128 {
         let at = |time: usize| {
-            let alive = self.results.iter().filter(|own| own.from <= time && time < own.to);
+            let alive = self.blocks.iter().filter(|own| own.from <= time && time < own.to);
             alive.map(|own| own.size).sum::<u128>()
         };
         (0..self.results.len()).map(at).max().unwrap_or(0)
     }
+}
+
+/// Returns the result that a node may overwrite: an elementwise program reads each element where it writes one, if an input lies in
+/// memory as the result does, and no other input is a view of it.
+fn overwritten(graph: &Graph, node: &Node, holds: &[Vec<usize>]) -> Option<usize> {
+    if node.op != "flashover::Pointwise" {
+        return None;
+    }
+    let ty = &graph.values[(*node.outputs.first()?)?].ty;
+    let shape = ty.known_shape()?;
+    let is_whole = |id: &&usize| graph.values[**id].ty.known_shape().as_ref() == Some(&shape);
+    // The result lies as the first of these.
+    let first = node.inputs.iter().flatten().find(is_whole)?;
+    let [own] = holds[*first][..] else { return None };
+    let maker = graph.nodes.iter().find(|node| node.outputs.first() == Some(&Some(*first)))?;
+    let fresh = placed(graph, maker).is_some() && graph.values[*first].ty.dtype == ty.dtype;
+    let mut others = node.inputs.iter().flatten().filter(|id| *id != first);
+    (fresh && !others.any(|id| holds[*id].contains(&own))).then_some(own)
 }
 
 /// Returns the bytes of a node's result, if it takes a place.
@@ -140,7 +175,7 @@ impl Plan {
         Self {
             constants: constants.sum(),
             inputs: graph.inputs.iter().filter_map(bytes).sum(),
-            arena: ops::places(&lifetimes.results).1,
+            arena: ops::places(&lifetimes.blocks).1,
             alive: lifetimes.most_at_once(),
             placed: lifetimes.results.len(),
             results: made().filter_map(bytes).sum(),

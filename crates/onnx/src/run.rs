@@ -75,10 +75,11 @@ impl Program {
     /// # Errors
     /// The device has no kernels of ours.
     pub(crate) fn placed(&self, device: &Device) -> Result<Option<Placed>, OnnxError> {
-        if self.lifetimes.results.is_empty() {
+        let Lifetimes { blocks, results, .. } = &self.lifetimes;
+        if results.is_empty() {
             return Ok(None);
         }
-        let placed = Placed::new(&self.lifetimes.results, device);
+        let placed = Placed::new(blocks, results, device);
         placed.map_err(|why| invalid(why.to_string()))
     }
 

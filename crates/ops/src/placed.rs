@@ -66,18 +66,23 @@ pub struct Placed {
 }
 
 impl Placed {
-    /// Allocates memory for results with sizes in bytes; none if it is larger than the device's largest buffer.
+    /// Allocates memory for results in the order in which they are made, each in one of the `blocks`, whose sizes are in bytes; none
+    /// if it is larger than the device's largest buffer. A result that is made in place has the block of the one it overwrites.
     ///
     /// # Errors
     /// [`OpError::Device`] for a device without kernels.
-    pub fn new(results: &[Lifetime], device: &Device) -> Result<Option<Self>, OpError> {
-        let (offsets, bytes) = places(results);
+    pub fn new(
+        blocks: &[Lifetime],
+        results: &[usize],
+        device: &Device,
+    ) -> Result<Option<Self>, OpError> {
+        let (offsets, bytes) = places(blocks);
         let largest = cube_of(device)?.client().properties().memory.max_page_size;
         if bytes > largest.into() {
             return Ok(None);
         }
-        let places = offsets.iter().zip(results);
-        let places = places.map(|(from, result)| [*from as u64, result.size as u64]).collect();
+        let place = |block: &usize| [offsets[*block] as u64, blocks[*block].size as u64];
+        let places = results.iter().map(place).collect();
         Ok(Some(Self { buffer: allocated(bytes as usize, device), workspace: None, places }))
     }
 

@@ -276,7 +276,9 @@ impl Frames {
     /// Allocates the memory of the results, and compiles the kernels of a frame.
     fn placed(&self) -> Result<Option<Placed>, Error> {
         let (unet, size) = (&self.unet, DType::from(self.unet.dtype).size());
-        let mut placed = Placed::new(&self.plan.results(size), &unet.device)?;
+        let results = self.plan.results(size);
+        let each: Vec<usize> = (0..results.len()).collect();
+        let mut placed = Placed::new(&results, &each, &unet.device)?;
         // Collects the kernels of a frame without running them.
         let (ctx, inputs) = (unet.ctx.rehearsal(), self.inputs.map(|input| input.tensor.clone()));
         unet.forward(&ctx, inputs, self.shape.batch, placed.as_ref())?;

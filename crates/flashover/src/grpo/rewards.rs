@@ -9,7 +9,7 @@
 //!
 //! An answer may repeat the `id`, which then has to be that of the question.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 #[cfg(unix)]
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command as System, Stdio};
@@ -151,7 +151,10 @@ const MOST_LATE: usize = 2;
 struct Worker {
     process: Child,
     questions: Sender<String>,
-    lines: Receiver<std::io::Result<String>>,
+    /// Lines that it wrote at once.
+    lines: Receiver<std::io::Result<Vec<String>>>,
+    /// A line that came with the last answer.
+    surplus: Option<String>,
 }
 
 impl Drop for Worker {
@@ -183,31 +186,36 @@ impl Worker {
                 }
             }
         });
-        let output = BufReader::new(process.stdout.take().expect("it is piped"));
+        let mut output = BufReader::new(process.stdout.take().expect("it is piped"));
         let (sender, lines) = channel();
         // Ends with the process, whose output then ends.
         thread::spawn(move || {
-            for line in output.lines() {
-                if sender.send(line).is_err() {
+            while let Some(lines) = written(&mut output).transpose() {
+                if sender.send(lines).is_err() {
                     break;
                 }
             }
         });
-        Ok(Self { process, questions, lines })
+        Ok(Self { process, questions, lines, surplus: None })
     }
 
     /// Returns the score of question `id`.
     fn ask(&mut self, id: u64, question: String, timeout: Duration) -> Score {
-        if let Ok(line) = self.lines.try_recv() {
-            return Err(RewardError::Surplus(shortened(
-                &line.unwrap_or_else(|why| why.to_string()),
-            )));
+        if let Some(line) = self.surplus.take() {
+            return Err(RewardError::Surplus(shortened(&line)));
+        }
+        if let Ok(lines) = self.lines.try_recv() {
+            let line = lines.map_or_else(|why| why.to_string(), |own| own.join("\n"));
+            return Err(RewardError::Surplus(shortened(&line)));
         }
         if self.questions.send(question).is_err() {
             return Err(self.dead());
         }
         match self.lines.recv_timeout(timeout) {
-            Ok(Ok(line)) => answer(&line, id),
+            Ok(Ok(lines)) => {
+                self.surplus = lines.get(1).cloned();
+                answer(&lines[0], id)
+            }
             Ok(Err(why)) => Err(RewardError::NotJson(why.to_string())),
             Err(RecvTimeoutError::Timeout) => Err(RewardError::Late(timeout)),
             Err(RecvTimeoutError::Disconnected) => Err(self.dead()),
@@ -225,6 +233,24 @@ impl Worker {
         }
         RewardError::Dead("it closed its output".to_owned())
     }
+}
+
+/// Reads a line, and those that are there already: a second one that was written with the first must not become the score of another
+/// completion. None at the end.
+fn written(output: &mut BufReader<impl Read>) -> std::io::Result<Option<Vec<String>>> {
+    let mut all = Vec::new();
+    loop {
+        let mut line = String::new();
+        if output.read_line(&mut line)? == 0 {
+            break;
+        }
+        all.push(line.trim_end_matches(['\r', '\n']).to_owned());
+        // Only a whole line: the rest may be long in coming.
+        if !output.buffer().contains(&b'\n') {
+            break;
+        }
+    }
+    Ok((!all.is_empty()).then_some(all))
 }
 
 fn shortened(line: &str) -> String {

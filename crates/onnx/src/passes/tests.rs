@@ -8,7 +8,7 @@ use crate::proto::{
     AttributeProto, Dimension, GraphProto, Length, ModelProto, NodeProto, OperatorSetIdProto,
     TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto,
 };
-use crate::{Model, Options};
+use crate::{Model, Options, Plan};
 
 /// A graph under construction. Its input is `x`.
 struct Build {
@@ -99,8 +99,8 @@ impl Build {
         name
     }
 
-    /// Checks that passes find something, and that they keep the results.
-    fn check(mut self, output: &str, passes: &[&str]) {
+    /// Checks that passes find something, and that they keep the results; returns the plan.
+    fn check(mut self, output: &str, passes: &[&str]) -> Plan {
         self.graph.output.push(ValueInfoProto { name: output.to_owned(), r#type: None });
         let opset_import = vec![OperatorSetIdProto { domain: String::new(), version: 17 }];
         let model = ModelProto {
@@ -116,13 +116,14 @@ impl Build {
         let run = |passes: Passes, device: &Device| {
             let options = Options { passes, ..Options::default() };
             let model = Model::open(&path, options, device).expect("it is valid");
-            let (counts, _) = model.plan(&[self.shape.clone()]).expect("it has a plan");
+            let (counts, plan) = model.plan(&[self.shape.clone()]).expect("it has a plan");
             let made = model.run(vec![x.clone()]).expect("it runs");
-            (counts, made[0].iter::<f32>().collect::<Vec<_>>())
+            (counts, plan, made[0].iter::<f32>().collect::<Vec<_>>())
         };
-        let (_, want) = run(Passes::none(), &Device::flex());
+        let (_, mut plan, want) = run(Passes::none(), &Device::flex());
         for device in [Device::flex(), Device::cpu()] {
-            let (counts, have) = run(Passes::all(), &device);
+            let (counts, have);
+            (counts, plan, have) = run(Passes::all(), &device);
             for name in passes {
                 let count = counts.iter().find(|own| own.0 == *name).map(|own| own.1);
                 assert!(count > Some(0), "{name} finds nothing: {counts:?}");
@@ -133,6 +134,7 @@ impl Build {
                 assert!(near, "{passes:?} on {device:?}: element {at} is {have}, expected {want}");
             }
         }
+        plan
     }
 }
 
@@ -394,4 +396,20 @@ fn quantised_values_and_products_of_int8_are_found() {
     let z = own.node("Cast", &[&z], &[("to", &[1])]);
     let y = own.node("Add", &[&y, &z], &[]);
     own.check(&y, &["int8"]);
+}
+
+#[test]
+fn a_chain_overwrites_what_dies_with_it() {
+    let mut own = Build::new(&[4, 8]);
+    let w = own.weights(&[8, 8]);
+    let a = own.node("MatMul", &["x", &w], &[]);
+    let b = own.node("MatMul", &[&a, &w], &[]);
+    // The chain is the last to read b; a lives on.
+    let c = own.node("Sub", &[&b, &a], &[]);
+    let c = own.node("Tanh", &[&c], &[]);
+    let turned = own.node("Transpose", &[&a], &[("perm", &[1, 0])]);
+    let d = own.node("MatMul", &[&c, &turned], &[]);
+    let plan = own.check(&d, &["chain"]);
+    // Two results [4, 8] live at once, and then d [4, 4].
+    assert_eq!((plan.placed, plan.alive), (4, 2 * 128 + 64));
 }
