@@ -157,8 +157,8 @@ fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Opt
         return Some(format!("its type is {:?}, expected {:?}", have.dtype(), want.dtype()));
     }
     if !want.dtype().is_float() {
-        let pairs = have.iter::<i64>().zip(want.iter::<i64>()).enumerate();
-        let wrong = pairs.into_iter().find(|(_, (have, want))| have != want);
+        let [have, want] = [have, want].map(integers);
+        let wrong = have.into_iter().zip(want).enumerate().find(|(_, (have, want))| have != want);
         return wrong.map(|(at, (have, want))| format!("element {at} is {have}, expected {want}"));
     }
     let width = want.shape().to_vec().last().copied().unwrap_or(1).max(1);
@@ -170,6 +170,13 @@ fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Opt
             Some(format!("element {wrong} is {}, expected {}", have[wrong], want[wrong]))
         }
         Tolerance::OfLargest(part) => of_largest(&have, &want, width, part),
+    }
+}
+
+fn integers(data: &TensorData) -> Vec<i128> {
+    match data.dtype() {
+        DType::U64 => data.iter::<u64>().map(i128::from).collect(),
+        _ => data.iter::<i64>().map(i128::from).collect(),
     }
 }
 

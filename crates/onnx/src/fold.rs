@@ -81,11 +81,15 @@ fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
         }
         own => {
             let size = own.as_ref().map_or(Some(1), |own| own.iter::<i64>().next())?;
-            let place = match place {
-                0.. => place,
-                _ => place + (shape[at]? as i64 + size - 1).checked_div(size)?,
+            let size = Some(size).filter(|own| *own > 0)?;
+            let len = i64::try_from(shape[at]?).ok()?;
+            let place = if place < 0 {
+                place + len.div_euclid(size) + i64::from(len % size > 0)
+            } else {
+                place
             };
-            (place * size, (place + 1) * size)
+            let from = place.checked_mul(size).filter(|from| (0..len).contains(from))?;
+            (from, from.saturating_add(size).min(len))
         }
     };
     let squeezes = sizes.is_none() && int("keepdims", 1) == 0;

@@ -94,6 +94,7 @@ impl Model {
         device: &Device,
     ) -> Result<Self, OnnxError> {
         let (mut graph, opset) = read(path.as_ref(), &options.dimensions)?;
+        precision::mark(&mut graph, &options.keep_f32)?;
         let outputs = graph.outputs.iter().map(|id| graph.values[*id].ty.dtype).collect();
         let device: DispatchDevice = device.clone().inner().as_dispatch().clone();
         let devices = Arc::new(Devices::new(device, options.ctx.clone()));
@@ -261,7 +262,7 @@ impl Model {
             self.rewritten.iter().zip(more).map(|((name, before), (_, own))| (*name, before + own));
         let counts = counts.collect();
         if let Some(dtype) = self.options.dtype.filter(|dtype| *dtype != DType::F32) {
-            precision::convert(&mut graph, dtype, &self.options.keep_f32)?;
+            precision::convert(&mut graph, dtype);
         }
         Ok((graph, counts))
     }

@@ -1,8 +1,9 @@
 //! Floats of 16 bits in place of f32.
 //!
 //! Inputs and outputs of a model stay as the file has them. A node that keeps f32 reads and makes f32: those that the caller
-//! names, those that run graphs, those of quantisation, what sines and cosines are computed from, which 16 bits would shift by
-//! whole periods, and what roots and logarithms are computed from, whose squares and differences 16 bits lose. Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
+//! names, which no pass rewrites, those that run graphs, those of quantisation, what sines and cosines are computed from, which 16 bits would shift by
+//! whole periods, what roots and logarithms are computed from, whose squares and differences 16 bits lose, and integers and numbers below
+//! those of f16, until they are scaled. Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,23 +15,38 @@ use crate::error::invalid;
 use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
 use crate::tensor;
 
-/// Converts a graph to floats of 16 bits, but for the nodes with a name in `keep`.
+/// Attribute of a node that the caller names.
+pub(crate) const KEPT: &str = "flashover keeps f32";
+
+/// Marks the nodes that keep f32: those with a name, or with a result of a name. No pass rewrites them.
 ///
 /// # Errors
-/// [`OnnxError::Invalid`] for a name that neither a node nor a value has.
-pub(crate) fn convert(graph: &mut Graph, to: DType, keep: &[String]) -> Result<(), OnnxError> {
-    let has = |node: &Node, name: &String| {
-        node.name == *name
-            || node.outputs.iter().flatten().any(|id| graph.values[*id].name == *name)
-    };
-    if let Some(name) = keep.iter().find(|name| !graph.nodes.iter().any(|node| has(node, name))) {
-        return Err(invalid(format!("no node is named `{name}`, which is to keep f32")));
+/// [`OnnxError::Invalid`] for a name that neither a node nor a result has.
+pub(crate) fn mark(graph: &mut Graph, names: &[String]) -> Result<(), OnnxError> {
+    for name in names {
+        let values = &graph.values;
+        let made = |node: &Node| node.outputs.iter().flatten().any(|id| values[*id].name == *name);
+        let mut found =
+            graph.nodes.iter_mut().filter(|node| node.name == *name || made(node)).peekable();
+        if found.peek().is_none() {
+            let hint = "hint: `flashover onnx profile` prints names of nodes";
+            return Err(invalid(format!("no node and no result is named `{name}`\n{hint}")));
+        }
+        for node in found {
+            node.attributes.insert(KEPT.to_owned(), Attribute::Int(1));
+        }
     }
+    Ok(())
+}
+
+/// Converts a graph to floats of 16 bits, but for some nodes.
+pub(crate) fn convert(graph: &mut Graph, to: DType) {
     let waves = waves(graph);
-    let rooted = rooted(graph);
+    let (rooted, scaled) = (rooted(graph), scaled(graph));
     let keeps = |(at, node): (usize, &Node)| {
         rooted[at]
-            || keep.iter().any(|name| has(node, name))
+            || scaled[at]
+            || node.attributes.contains_key(KEPT)
             || node.op.contains("uantize")
             || node.op.contains("Integer")
             || node.op.contains("QLinear")
@@ -63,7 +79,47 @@ pub(crate) fn convert(graph: &mut Graph, to: DType, keep: &[String]) -> Result<(
         }
         graph.nodes.push(node);
     }
-    Ok(())
+}
+
+/// Returns which nodes make floats of integers, or read a number that is 0 in f16, and which scale their results.
+fn scaled(graph: &Graph) -> Vec<bool> {
+    const SCALES: [&str; 5] = ["Add", "Div", "Mul", "Sub", "flashover::Pointwise"];
+    let small = |own: f64| own != 0.0 && own.abs() < f64::from(half::f16::MIN_POSITIVE);
+    let is_small = |id: &ValueId| {
+        let own = graph.values[*id]
+            .constant
+            .as_ref()
+            .filter(|own| own.count() == 1 && own.dtype.is_float());
+        own.is_some_and(|own| own.data().iter::<f64>().any(small))
+    };
+    let has_small = |node: &Node| match node.attributes.get("program") {
+        Some(Attribute::Program(own)) => own
+            .steps
+            .iter()
+            .any(|step| matches!(step, Step::Constant(own) if small(own.value().into()))),
+        _ => {
+            ["Add", "Clip", "Max", "Sub"].contains(&node.op.as_str())
+                && node.inputs.iter().flatten().any(is_small)
+        }
+    };
+    let mut wide = HashSet::new();
+    let each = graph.nodes.iter().map(|node| {
+        let of_integers = node.op == "Cast"
+            && node
+                .inputs
+                .first()
+                .copied()
+                .flatten()
+                .and_then(|id| graph.values[id].ty.dtype)
+                .is_some_and(|own| own.is_int() || own.is_uint());
+        if of_integers || has_small(node) {
+            wide.extend(node.outputs.iter().flatten().copied());
+            return true;
+        }
+        SCALES.contains(&node.op.as_str())
+            && node.inputs.iter().flatten().any(|id| wide.contains(id))
+    });
+    each.collect()
 }
 
 struct Converter {
@@ -126,7 +182,12 @@ fn is_root(graph: &Graph, node: &Node) -> bool {
     match node.op.as_str() {
         "Sqrt" | "Log" => true,
         "Pow" => {
-            let exponent = node.inputs[1].and_then(|id| graph.values[id].constant.clone());
+            let exponent = node
+                .inputs
+                .get(1)
+                .copied()
+                .flatten()
+                .and_then(|id| graph.values[id].constant.clone());
             exponent.is_some_and(|own| {
                 own.data().iter::<f64>().any(|own| own < 1.0 || own.fract() != 0.0)
             })

@@ -14,6 +14,10 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             "whether it trains is an input: dropout while training is random".to_owned()
         ));
     }
+    if call.op() == "Cast" {
+        let to = call.int("to").and_then(|to| i32::try_from(to).ok()).unwrap_or(0);
+        return Some(tensor::dtype(to).map(|to| of_one(move |x| x.cast(to))));
+    }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
     let from = call.int("axis").filter(|_| call.opset < 7 && call.flag("broadcast"));
     Some(Ok(match from {
@@ -332,11 +336,6 @@ fn others(call: &Call<'_>) -> Option<Run> {
         "Clip" => {
             let limits = [call.float("min"), call.float("max")];
             Box::new(move |inputs| clip(inputs, limits))
-        }
-        "Cast" => {
-            let to = call.int("to").and_then(|to| i32::try_from(to).ok()).unwrap_or(0);
-            let to = tensor::dtype(to);
-            Box::new(move |inputs| Ok(vec![inputs.get(0)?.cast(to.clone()?)]))
         }
         "CastLike" => of_two(|x, like| Ok(x.cast(like.dtype()))),
         _ => return None,

@@ -4,7 +4,7 @@
 //! out[.., n] = scale[n] · Σ_k x[.., k] · code[k, n] + bias[n]
 //! ```
 //!
-//! Integers `a - zero` are multiplied as f32, which is exact while the sums are less than 2^24.
+//! Integers `a - zero` are multiplied as f32, in parts of K whose sums are less than 2^24 and so exact.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -16,12 +16,15 @@ use ops::{OpError, QuantizedWeight, WeightFormat};
 use super::fused::is_ours;
 use super::microsoft::packed::{Packed, multiplied};
 use super::quant::shifted;
-use super::{Call, Read, Run};
+use super::{Call, Inputs, Read, Run, next_number};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     (call.op() == "flashover::Int8").then(|| product(call))
 }
+
+/// Depth of a product of integers that is exact in f32: 512 · 255 · 128 < 2^24.
+const EXACT: usize = 512;
 
 fn product(call: &Call<'_>) -> Result<Run, String> {
     let codes = call.tensor("codes").ok_or("it has no codes")?;
@@ -30,11 +33,8 @@ fn product(call: &Call<'_>) -> Result<Run, String> {
     let (turned, whole) = (call.flag("turned"), call.flag("integer"));
     let own = Matrix::new(&codes, &scales, turned)?;
     let (devices, ours) = (call.devices().clone(), call.has_kernels());
-    Ok(Box::new(move |inputs| {
-        let mut x = inputs.get(0)?;
-        if whole {
-            x = shifted(x, inputs.maybe(1), true)?.cast(DType::F32);
-        }
+    let parts = if whole { own.parts(EXACT) } else { vec![own] };
+    let multiply = move |inputs: &Inputs<'_>, own: &Matrix, number: i64, x: Array| {
         let matrix = devices.packed((number, x.dtype()), || {
             if ours && is_ours(x.dtype()) {
                 let device = burn::tensor::Device::new(devices.device.clone());
@@ -50,8 +50,28 @@ fn product(call: &Call<'_>) -> Result<Run, String> {
             Ok(Packed::Dense(Arc::new(weight.permute(&[1, 0]))))
         })?;
         let bias = inputs.maybe(2);
-        let out = multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?;
-        Ok(vec![if whole { out.cast(DType::I32) } else { out }])
+        multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)
+    };
+    if !whole {
+        return Ok(Box::new(move |inputs| {
+            Ok(vec![multiply(inputs, &parts[0], number, inputs.get(0)?)?])
+        }));
+    }
+    let numbers: Vec<i64> = (1..parts.len()).map(|_| next_number()).collect();
+    let numbers = [vec![number], numbers].concat();
+    Ok(Box::new(move |inputs| {
+        let x = shifted(inputs.get(0)?, inputs.maybe(1), true)?.cast(DType::F32);
+        let (last, mut from, mut sum) = (x.rank() - 1, 0, None::<Array>);
+        for (own, number) in parts.iter().zip(&numbers) {
+            let part = x.clone().narrow(last, from, from + own.k);
+            let made = multiply(inputs, own, *number, part)?.cast(DType::I32);
+            sum = Some(match sum {
+                Some(sum) => sum.plus(made),
+                None => made,
+            });
+            from += own.k;
+        }
+        Ok(vec![sum.ok_or("the matrix has no rows")?])
     }))
 }
 
@@ -80,6 +100,17 @@ impl Matrix {
             _ => return Err(format!("it has {} scales for {n} columns", scales.len())),
         };
         Ok(Self { n, k, codes, scales })
+    }
+
+    /// Splits the matrix along K.
+    fn parts(&self, depth: usize) -> Vec<Self> {
+        let part = |from: usize| {
+            let to = self.k.min(from + depth);
+            let rows = self.codes.chunks(self.k);
+            let codes = rows.flat_map(|row| &row[from..to]).copied().collect();
+            Self { n: self.n, k: to - from, codes, scales: self.scales.clone() }
+        };
+        (0..self.k).step_by(depth).map(part).collect()
     }
 
     /// Returns the matrix in the format of our kernels, whose scale is a 127th of the largest number of a row.

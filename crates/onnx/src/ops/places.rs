@@ -1,6 +1,6 @@
 //! Operators whose work is places in images and lists. They run on the host, in f64.
 
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
 
 use super::{Call, Inputs, Read, axis};
 use crate::array::Array;
@@ -69,16 +69,16 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     // Each slice as a line.
     let mut order = vec![at];
     order.extend((0..shape.len()).filter(|own| *own != at));
-    let values = x.clone().permute(&order).floats()?;
+    let data = x.clone().permute(&order).to_data()?;
+    // Numbers in an order: whole ones are not rounded to floats.
+    let values: Vec<i128> = match data.dtype() {
+        own if own.is_float() => data.iter::<f64>().map(|own| i128::from(ordered(own))).collect(),
+        DType::U64 => data.iter::<u64>().map(i128::from).collect(),
+        _ => data.iter::<i64>().map(i128::from).collect(),
+    };
     let width = values.len().checked_div(len).unwrap_or(0);
     let line = |of: usize| &values[of * width..(of + 1) * width];
-    let compare = |one: &usize, other: &usize| {
-        let pairs = line(*one).iter().zip(line(*other));
-        pairs
-            .map(|(one, other)| one.total_cmp(other))
-            .find(|own| own.is_ne())
-            .unwrap_or(one.cmp(other))
-    };
+    let compare = |one: &usize, other: &usize| line(*one).cmp(line(*other)).then(one.cmp(other));
     let mut all: Vec<usize> = (0..len).collect();
     all.sort_by(compare);
     let mut groups: Vec<Vec<usize>> = Vec::new();
@@ -103,6 +103,12 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     let counts = groups.iter().map(|group| group.len() as i64).collect();
     let distinct = x.select(at, list(first.clone()));
     Ok(vec![distinct, list(first), list(inverse), list(counts)])
+}
+
+/// Returns a whole number whose order is that of `total_cmp`; the two zeros are one.
+fn ordered(own: f64) -> i64 {
+    let bits = (own + 0.0).to_bits().cast_signed();
+    if bits < 0 { bits ^ i64::MAX } else { bits }
 }
 
 /// Places from -1 to 1 of the pixels of an image that is turned and shifted: `theta · (x, y, 1)`.

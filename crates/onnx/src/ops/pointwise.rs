@@ -65,7 +65,9 @@ fn is_logic(program: &Program) -> bool {
 
 /// Runs a program by Burn's operations, one after the other.
 fn by_steps(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
-    let float = inputs.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
+    let narrow = inputs.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
+    // As in the kernel, only the result has 16 bits.
+    let float = if narrow.size() == 2 { DType::F32 } else { narrow };
     let device = inputs.first().ok_or("a program has no inputs")?.device();
     let mut registers = inputs;
     for step in &program.steps {
@@ -109,7 +111,8 @@ fn by_steps(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
         };
         registers.push(made);
     }
-    registers.pop().ok_or_else(|| "a program is empty".to_owned())
+    let made = registers.pop().ok_or("a program is empty")?;
+    Ok(if made.kind() == Kind::Float { made.cast(narrow) } else { made })
 }
 
 fn same(a: Array, b: Array, float: DType) -> Array {

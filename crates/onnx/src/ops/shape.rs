@@ -53,6 +53,11 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                     }
                     None => (0..x.rank()).rev().collect::<Vec<_>>(),
                 };
+                let mut sorted = order.clone();
+                sorted.sort_unstable();
+                if !sorted.into_iter().eq(0..x.rank()) {
+                    return Err(format!("expected each of {} axes once, got {order:?}", x.rank()));
+                }
                 Ok(vec![x.permute(&order)])
             })
         }
@@ -68,7 +73,10 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "Split" => {
             let (at, fixed) =
                 (call.int("axis").unwrap_or(0), call.ints("split").map(<[i64]>::to_vec));
-            let parts = call.int("num_outputs").map_or(call.outputs(), |own| own as usize);
+            let parts = call.outputs();
+            if let Some(told) = call.int("num_outputs").filter(|own| *own != parts as i64) {
+                return Some(Err(format!("expected {told} outputs, got {parts}")));
+            }
             Box::new(move |inputs| split(inputs, at, fixed.as_deref(), parts))
         }
         "Slice" => {

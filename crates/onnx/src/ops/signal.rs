@@ -101,6 +101,7 @@ fn mel(call: &Call<'_>) -> Result<Run, String> {
         };
         let (bands, size, rate) = (number(0)? as usize, number(1)? as usize, number(2)?);
         let frequencies = size / 2 + 1;
+        fits(&[frequencies, bands.saturating_add(2)], DType::F64, &host())?;
         let scale = |hertz: f64| 2595.0 * (1.0 + hertz / 700.0).log10();
         let (low, high) = (scale(number(3)?), scale(number(4)?));
         let step = (high - low) / (bands + 2) as f64;

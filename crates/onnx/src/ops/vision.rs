@@ -130,9 +130,9 @@ fn grid_sample(
             if mode == Mode::Nearest {
                 place = place.round_ties_even();
             }
-            // A place beyond the edges moves before its neighbours are taken.
+            // A place beyond the edges moves before its neighbours are taken, but for cubics, whose neighbours move one by one.
             let (least, most) = bounds(*len, corners);
-            if !(least..=most).contains(&place) {
+            if mode != Mode::Cubic && !(least..=most).contains(&place) {
                 place = match edge {
                     Edge::Zeros => place,
                     Edge::Border => place.clamp(0.0, size - 1.0),

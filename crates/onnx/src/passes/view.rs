@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use burn::tensor::{DType, TensorData};
 
 use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
+use crate::precision::KEPT;
 use crate::tensor::Constant;
 
 /// A graph that a pass reads and rewrites.
@@ -47,8 +48,9 @@ impl<'a> View<'a> {
         self.nodes.len()
     }
 
+    /// Returns the node at a place, unless it is to stay as it is.
     pub(super) fn node(&self, at: usize) -> Option<&Node> {
-        self.nodes.get(at)?.as_ref()
+        self.nodes.get(at)?.as_ref().filter(|node| !node.attributes.contains_key(KEPT))
     }
 
     /// Returns the node at a place if it calls an operator.

@@ -25,6 +25,14 @@ fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Resu
         .chain(graph.sparse_initializer.iter().filter_map(|own| Some(&own.values.as_ref()?.name)))
         .cloned()
         .collect();
+    let inputs: Vec<&String> = graph.input.iter().map(|own| &own.name).collect();
+    let constants: Vec<&String> = graph.initializer.iter().map(|own| &own.name).collect();
+    for names in [inputs, constants] {
+        let mut seen = HashSet::new();
+        if let Some(name) = names.into_iter().find(|name| !seen.insert(*name)) {
+            return Err(invalid(format!("two values are named `{name}`")));
+        }
+    }
     let mut makers = HashMap::new();
     for (at, node) in graph.node.iter().enumerate() {
         for name in node.output.iter().filter(|name| !name.is_empty()) {
