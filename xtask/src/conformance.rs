@@ -13,8 +13,7 @@ use crate::programs::Programs;
 /// Output of `flashover onnx test`: the tests that do not pass, on a CPU as on CUDA.
 const LIST: &str = include_str!("../../benches/baselines/onnx/node-tests.txt");
 
-/// As [`LIST`], of the tests that end otherwise on Vulkan: on one card, whose division is not the nearest number, and which has no
-/// bf16.
+/// Tests with another outcome on Vulkan. The card of the record has no bf16, and its division is not correctly rounded.
 const VULKAN: &str = include_str!("../../benches/baselines/onnx/vulkan.txt");
 
 /// Folders of tests.

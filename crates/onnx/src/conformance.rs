@@ -98,7 +98,7 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
         };
         let outcome = match (all("input"), all("output")) {
             (Ok(inputs), Ok(expected)) => outcome(&model, tolerance, inputs, expected),
-            (Err(why), _) | (_, Err(why)) => Outcome::Refused(why.to_string()),
+            (Err(why), _) | (_, Err(why)) => Outcome::Failed(format!("its data: {why}")),
         };
         if outcome != Outcome::Passed {
             return outcome;

@@ -29,8 +29,8 @@ pub(crate) struct Devices {
     keeps: bool,
     /// Constants on the device. All graphs of a model share them.
     constants: Mutex<HashMap<Key, (Constant, Array)>>,
-    /// Matrices of few bits, by their numbers and the type of the products.
-    packed: Mutex<HashMap<(i64, DType), Packed>>,
+    /// Matrices of few bits, by their numbers, their part and the type of the products.
+    packed: Mutex<HashMap<(i64, usize, DType), Packed>>,
 }
 
 /// A constant as it lies on the device.
@@ -103,7 +103,7 @@ impl Devices {
     /// Those of `make`.
     pub(crate) fn packed(
         &self,
-        key: (i64, DType),
+        key: (i64, usize, DType),
         make: impl FnOnce() -> Result<Packed, String>,
     ) -> Result<Packed, String> {
         let mut packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);

@@ -239,6 +239,18 @@ impl Reader<'_> {
             self.scope().graph.outputs.push(id);
         }
         let mut scope = self.outer.pop().expect("pushed above");
+        for info in &proto.input {
+            let why = match info.r#type.as_ref().and_then(|own| own.value.as_ref()) {
+                Some(TypeValue::Tensor(own)) if own.elem_type != 0 => {
+                    tensor::dtype(own.elem_type).err()
+                }
+                Some(TypeValue::Tensor(_)) | None => None,
+                Some(_) => Some("only dense tensors are supported".to_owned()),
+            };
+            if let Some(why) = why {
+                return Err(OnnxError::Input { name: info.name.clone(), why });
+            }
+        }
         for info in proto.input.iter().chain(&proto.output).chain(&proto.value_info) {
             if let Some(id) = scope.names.get(&info.name) {
                 let value = &mut scope.graph.values[*id];

@@ -1,9 +1,13 @@
 //! Floats of 16 bits in place of f32.
 //!
-//! Inputs and outputs of a model stay as the file has them. A node that keeps f32 reads and makes f32: those that the caller
-//! names, which no pass rewrites, those that run graphs, those of quantisation, what sines and cosines are computed from, which 16 bits would shift by
-//! whole periods, what roots and logarithms are computed from, whose squares and differences 16 bits lose, and integers and numbers below
-//! those of f16, until they are scaled. Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
+//! Inputs and outputs of a model stay as the file has them. These nodes keep f32: they read and make it.
+//!
+//! - Nodes that the caller names, which no pass rewrites; nodes that run graphs; nodes of quantisation.
+//! - The nodes before a sine or cosine, which 16 bits would shift by whole periods.
+//! - The nodes before a root or logarithm, whose squares and differences 16 bits lose.
+//! - Casts of integers, and nodes with a constant that f16 has only as 0; and the arithmetic that reads their results.
+//!
+//! Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
 
 use std::collections::{HashMap, HashSet};
 

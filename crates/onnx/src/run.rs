@@ -43,13 +43,22 @@ impl Program {
     /// Reads the operators of a graph.
     ///
     /// # Errors
-    /// [`OnnxError::Unserved`] with every node that cannot run.
+    /// [`OnnxError::Unserved`] with every node that cannot run; [`OnnxError::Node`] for a result that does not fit in memory.
     pub(crate) fn new(
         graph: &Graph,
         opset: i64,
         devices: &Arc<Devices>,
     ) -> Result<Self, OnnxError> {
         let mut steps = read(graph, opset, devices)?;
+        for node in &graph.nodes {
+            for id in node.outputs.iter().flatten() {
+                let ty = &graph.values[*id].ty;
+                if let (Some(dtype), Some(shape)) = (ty.dtype, ty.known_shape()) {
+                    let fits = fits(&shape, dtype, &devices.device);
+                    fits.map_err(|why| OnnxError::Node(Fault::new(node, why)))?;
+                }
+            }
+        }
         let mut kept = vec![false; graph.values.len()];
         graph.outputs.iter().for_each(|id| kept[*id] = true);
         for step in steps.iter_mut().rev() {
@@ -138,12 +147,6 @@ impl Program {
                 true => node.op.clone(),
                 false => format!("{} {}", node.op, node.name),
             });
-            for id in node.outputs.iter().flatten() {
-                let ty = &self.types[*id];
-                if let (Some(dtype), Some(shape)) = (ty.dtype, ty.known_shape()) {
-                    fits(&shape, dtype, &self.devices.device).map_err(failed)?;
-                }
-            }
             let mut run = || memo.during(|| caught(|| (step.run)(&inputs)));
             let made = match pass.as_ref().filter(|_| place.is_some()) {
                 Some(pass) => pass.place(run),
@@ -220,8 +223,7 @@ fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> 
         _ => &[],
     };
     // Windows side by side are rows of a product.
-    let beside =
-        ints("strides").iter().eq(kernel.iter().map(|own| *own as i64).collect::<Vec<_>>().iter());
+    let beside = ints("strides").iter().copied().eq(kernel.iter().map(|own| *own as i64));
     let plain = matches!(node.attributes.get("group"), None | Some(Attribute::Int(1)))
         && node.inputs.get(place::SECOND).copied().flatten().is_none();
     let ours = devices.has_kernels() && value.ty.dtype.is_some_and(is_ours);

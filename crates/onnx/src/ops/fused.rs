@@ -103,7 +103,7 @@ impl Convolution {
             return self.deep(ctx, operands);
         }
         let Operands { x, weight, bias, residual, each, second } = operands;
-        let Self { windows, activation, last, doubled, ours, channels: _ } = self;
+        let Self { windows, activation, last, doubled, ours, channels } = self;
         let (activation, last) = (*activation, *last);
         if !(*ours && is_ours(x.dtype()) && (3..=4).contains(&rank)) {
             let x = match second {
@@ -120,8 +120,8 @@ impl Convolution {
         let factor = if *doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
         let sizes = windows.sizes(&image, &weight.shape()[2..])?;
-        let x = match self.channels {
-            Some(channels) if channels != x.shape()[1] => {
+        let x = match channels {
+            Some(channels) if *channels != x.shape()[1] => {
                 return Err(format!("the image has {} channels, not {channels}", x.shape()[1]));
             }
             Some(_) => widened(ctx, &x)?,

@@ -7,16 +7,15 @@
 //! Integers `a - zero` are multiplied as f32, in parts of K whose sums are less than 2^24 and so exact.
 
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::ops::Range;
 
 use burn::tensor::{DType, TensorData};
+use ops::WeightFormat;
 use ops::checkpoint::Encoded;
-use ops::{OpError, QuantizedWeight, WeightFormat};
 
-use super::fused::is_ours;
 use super::microsoft::packed::{Packed, multiplied};
 use super::quant::shifted;
-use super::{Call, Inputs, Read, Run, next_number};
+use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -31,47 +30,40 @@ fn product(call: &Call<'_>) -> Result<Run, String> {
     let scales = call.tensor("scales").ok_or("it has no scales")?;
     let number = call.int("number").ok_or("it has no number")?;
     let (turned, whole) = (call.flag("turned"), call.flag("integer"));
-    let own = Matrix::new(&codes, &scales, turned)?;
-    let (devices, ours) = (call.devices().clone(), call.has_kernels());
-    let parts = if whole { own.parts(EXACT) } else { vec![own] };
-    let multiply = move |inputs: &Inputs<'_>, own: &Matrix, number: i64, x: Array| {
-        let matrix = devices.packed((number, x.dtype()), || {
-            if ours && is_ours(x.dtype()) {
-                let device = burn::tensor::Device::new(devices.device.clone());
-                match QuantizedWeight::from_host(&devices.ctx, &own.encoded(), &device) {
-                    Ok(weight) => return Ok(Packed::Codes(Arc::new(weight))),
-                    // A shape that the kernels do not have.
-                    Err(OpError::Weight(_)) => {}
-                    Err(why) => return Err(why.to_string()),
-                }
-            }
-            let weight = TensorData::new(own.decoded(), [own.n, own.k]);
-            let weight = Array::from_data(weight, &x.device()).cast(x.dtype());
-            Ok(Packed::Dense(Arc::new(weight.permute(&[1, 0]))))
-        })?;
-        let bias = inputs.maybe(2);
-        multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)
+    let [rows, columns] = codes.shape().to_vec()[..] else {
+        return Err("its codes are no matrix".to_owned());
     };
-    if !whole {
-        return Ok(Box::new(move |inputs| {
-            Ok(vec![multiply(inputs, &parts[0], number, inputs.get(0)?)?])
-        }));
+    let [n, k] = if turned { [rows, columns] } else { [columns, rows] };
+    if ![1, n].contains(&scales.num_elements()) {
+        return Err(format!("it has {} scales for {n} columns", scales.num_elements()));
     }
-    let numbers: Vec<i64> = (1..parts.len()).map(|_| next_number()).collect();
-    let numbers = [vec![number], numbers].concat();
+    let devices = call.devices().clone();
+    // Multiplies x by the part of the matrix that begins at a place of K.
+    let multiply = move |inputs: &Inputs<'_>, from: usize, x: Array| {
+        let depth = *x.shape().last().unwrap_or(&0);
+        let matrix = devices.packed((number, from, x.dtype()), || {
+            let own = Matrix::new(&codes, &scales, turned, from..from + depth);
+            Packed::new(&devices, x.dtype(), [n, depth], || Some(own.encoded()), || own.decoded())
+        })?;
+        let (ours, bias) = (devices.has_kernels(), inputs.maybe(2));
+        multiplied(inputs.ctx, ours, matrix, x, [n, depth], bias)
+    };
     Ok(Box::new(move |inputs| {
-        let x = shifted(inputs.get(0)?, inputs.maybe(1), true)?.cast(DType::F32);
-        let (last, mut from, mut sum) = (x.rank() - 1, 0, None::<Array>);
-        for (own, number) in parts.iter().zip(&numbers) {
-            let part = x.clone().narrow(last, from, from + own.k);
-            let made = multiply(inputs, own, *number, part)?.cast(DType::I32);
-            sum = Some(match sum {
-                Some(sum) => sum.plus(made),
-                None => made,
-            });
-            from += own.k;
+        let x = inputs.get(0)?;
+        if x.shape().last() != Some(&k) {
+            return Err(format!("expected rows of {k} numbers, got {:?}", x.shape()));
         }
-        Ok(vec![sum.ok_or("the matrix has no rows")?])
+        if !whole {
+            return Ok(vec![multiply(inputs, 0, x)?]);
+        }
+        let x = shifted(x, inputs.maybe(1), true)?.cast(DType::F32);
+        let part = |from: usize| {
+            let rows = x.clone().narrow(x.rank() - 1, from, k.min(from + EXACT));
+            Ok::<_, String>(multiply(inputs, from, rows)?.cast(DType::I32))
+        };
+        let first = part(0)?;
+        let rest = (0..k).step_by(EXACT).skip(1);
+        Ok(vec![rest.map(part).try_fold(first, |sum, own| own.map(|own| sum.plus(own)))?])
     }))
 }
 
@@ -84,33 +76,16 @@ struct Matrix {
 }
 
 impl Matrix {
-    fn new(codes: &TensorData, scales: &TensorData, turned: bool) -> Result<Self, String> {
-        let [rows, columns] =
-            codes.shape().to_vec()[..].try_into().map_err(|_| "its codes are no matrix")?;
-        let bytes = codes.as_bytes();
-        let (n, k) = if turned { (rows, columns) } else { (columns, rows) };
-        let codes = match turned {
-            true => bytes.to_vec(),
-            false => (0..n).flat_map(|n| (0..k).map(move |k| bytes[k * columns + n])).collect(),
-        };
+    /// Takes a part of K of codes `[k, n]`, or `[n, k]` if they are turned.
+    fn new(codes: &TensorData, scales: &TensorData, turned: bool, part: Range<usize>) -> Self {
+        let (bytes, columns) = (codes.as_bytes(), codes.shape()[1]);
+        let n = codes.shape()[usize::from(!turned)];
+        let place = |n: usize, k: usize| if turned { n * columns + k } else { k * columns + n };
+        let each = (0..n).flat_map(|n| part.clone().map(move |k| (n, k)));
+        let codes = each.map(|(n, k)| bytes[place(n, k)]).collect();
         let scales: Vec<f32> = scales.iter().collect();
-        let scales = match scales[..] {
-            [one] => vec![one; n],
-            _ if scales.len() == n => scales,
-            _ => return Err(format!("it has {} scales for {n} columns", scales.len())),
-        };
-        Ok(Self { n, k, codes, scales })
-    }
-
-    /// Splits the matrix along K.
-    fn parts(&self, depth: usize) -> Vec<Self> {
-        let part = |from: usize| {
-            let to = self.k.min(from + depth);
-            let rows = self.codes.chunks(self.k);
-            let codes = rows.flat_map(|row| &row[from..to]).copied().collect();
-            Self { n: self.n, k: to - from, codes, scales: self.scales.clone() }
-        };
-        (0..self.k).step_by(depth).map(part).collect()
+        let scales = scales.into_iter().cycle().take(n).collect();
+        Self { n, k: part.len(), codes, scales }
     }
 
     /// Returns the matrix in the format of our kernels, whose scale is a 127th of the largest number of a row.

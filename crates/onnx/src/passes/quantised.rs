@@ -28,7 +28,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         "MatMulInteger" => {
             let codes = Codes::of(view, node.input(1)?, node.input(3))?;
             let [_, columns] = codes.0.shape[..] else { return None };
-            let own = codes.product(&node, vec![node.x(), node.input(2)], 1.0, columns, false);
+            let one = Constant::new(TensorData::new(vec![1f32], [1]));
+            let own = codes.product(&node, vec![node.x(), node.input(2)], one, columns, false);
             view.replace(at, own.with("integer", Attribute::Int(1)));
             Some(())
         }
@@ -74,7 +75,7 @@ fn rounded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
 /// Makes a decoded constant a constant of floats, but for a matrix that a product reads as codes.
 fn decoded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     let (x, scale, y) = (node.x()?, node.input(1)?, node.y()?);
-    let to = view.dtype(y).filter(|own| *own == DType::F32)?;
+    view.dtype(y).filter(|own| *own == DType::F32 && !view.is_output(y))?;
     let of_product = view.readers(y).iter().all(|reader| {
         view.node(*reader).is_some_and(|own| {
             ["MatMul", "Gemm"].contains(&own.op.as_str()) && own.input(1) == Some(y)
@@ -106,11 +107,8 @@ fn decoded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
         (code - zeros[own % zeros.len()]) as f32 * scales[own % scales.len()]
     };
     let all: Vec<f32> = codes.data().iter::<i64>().enumerate().map(value).collect();
-    let data = TensorData::new(all, codes.shape.clone()).convert_dtype(to);
+    let data = TensorData::new(all, codes.shape.clone());
     let made = view.add_constant(data);
-    if view.is_output(y) {
-        return None;
-    }
     view.remove(at);
     view.redirect(y, made);
     Some(())
@@ -133,8 +131,7 @@ fn product(view: &mut View<'_>, at: usize, node: &Node, turned: bool) -> Option<
     let scales = scale.clone();
     let mut inputs = vec![node.x(), None];
     inputs.extend(node.input(2).map(Some));
-    let own = codes.product(node, inputs, 0.0, columns, turned);
-    view.replace(at, own.with("scales", Attribute::Tensor(scales)));
+    view.replace(at, codes.product(node, inputs, scales, columns, turned));
     if view.readers(weight).is_empty() && !view.is_output(weight) {
         view.remove(place);
     }
@@ -164,24 +161,20 @@ impl Codes {
         }
     }
 
-    /// Returns a product in place of a node; `scale` is that of all codes, and 0 if an attribute has them.
+    /// Returns a product in place of a node, with one scale or one of each column.
     fn product(
         self,
         node: &Node,
         inputs: Vec<Option<ValueId>>,
-        scale: f32,
+        scales: Constant,
         columns: usize,
         turned: bool,
     ) -> Node {
-        let own = in_place_of(node, "flashover::Int8", inputs)
+        in_place_of(node, "flashover::Int8", inputs)
             .with("codes", Attribute::Tensor(self.0))
             .with("columns", Attribute::Int(columns as i64))
             .with("turned", Attribute::Int(i64::from(turned)))
-            .with("number", Attribute::Int(next_number()));
-        if scale == 0.0 {
-            return own;
-        }
-        let scale = Constant::new(TensorData::new(vec![scale], [1]));
-        own.with("scales", Attribute::Tensor(scale))
+            .with("number", Attribute::Int(next_number()))
+            .with("scales", Attribute::Tensor(scales))
     }
 }

@@ -20,6 +20,7 @@ use ops::{Block, Ctx, Epilogue, OpError, QuantizedWeight, Scales, Scheme, Weight
 use super::super::fused::{Finish, is_ours, projected, vector};
 use super::super::{Call, Run};
 use crate::array::Array;
+use crate::devices::Devices;
 use crate::graph::{Attribute, Node, Value};
 
 /// Inputs that must be constants, by their places.
@@ -81,26 +82,42 @@ pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
     own.checked()?;
     let number = call.int(NUMBER).ok_or("it has no number")?;
     let devices = call.devices().clone();
-    let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
         let (x, bias) = (inputs.get(0)?, inputs.maybe(5));
-        let matrix = devices.packed((number, x.dtype()), || {
-            let kernels = ours && is_ours(x.dtype());
-            if let Some(codes) = kernels.then(|| own.as_four_bits()).flatten() {
-                let device = burn::tensor::Device::new(devices.device.clone());
-                match QuantizedWeight::from_host(&devices.ctx, &codes, &device) {
-                    Ok(weight) => return Ok(Packed::Codes(Arc::new(weight))),
-                    // A shape that the kernels do not have.
-                    Err(OpError::Weight(_)) => {}
-                    Err(why) => return Err(why.to_string()),
-                }
-            }
-            let weight = TensorData::new(own.decoded(), [own.n, own.k]);
-            let weight = Array::from_data(weight, &x.device()).cast(x.dtype());
-            Ok(Packed::Dense(Arc::new(weight.permute(&[1, 0]))))
+        let matrix = devices.packed((number, 0, x.dtype()), || {
+            let shape = [own.n, own.k];
+            Packed::new(&devices, x.dtype(), shape, || own.as_four_bits(), || own.decoded())
         })?;
+        let ours = devices.has_kernels();
         Ok(vec![multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?])
     }))
+}
+
+impl Packed {
+    /// Copies a matrix `[n, k]` to a device: its codes if our kernels multiply by them, and its numbers otherwise.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub(crate) fn new<'a>(
+        devices: &Devices,
+        dtype: DType,
+        shape: [usize; 2],
+        codes: impl FnOnce() -> Option<Encoded<'a>>,
+        numbers: impl FnOnce() -> Vec<f32>,
+    ) -> Result<Self, String> {
+        let kernels = devices.has_kernels() && is_ours(dtype);
+        if let Some(codes) = kernels.then(codes).flatten() {
+            let device = burn::tensor::Device::new(devices.device.clone());
+            match QuantizedWeight::from_host(&devices.ctx, &codes, &device) {
+                Ok(weight) => return Ok(Self::Codes(Arc::new(weight))),
+                // A shape that the kernels do not have.
+                Err(OpError::Weight(_)) => {}
+                Err(why) => return Err(why.to_string()),
+            }
+        }
+        let weight = Array::from_data(TensorData::new(numbers(), shape), &devices.device);
+        Ok(Self::Dense(Arc::new(weight.cast(dtype).permute(&[1, 0]))))
+    }
 }
 
 /// Multiplies rows `[.., k]` by a matrix `[n, k]`.
