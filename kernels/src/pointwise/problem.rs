@@ -226,11 +226,10 @@ pub struct PointwiseConfig {
 
 impl PointwiseConfig {
     pub(super) fn check(self, arch: &ArchProfile, p: &PointwiseProblem) -> Result<(), Infeasible> {
-        let stored = p.inputs.iter().chain([&p.out]).map(|own| own.dtype);
-        crate::fits::stores(
-            arch,
-            stored.filter(|dtype| matches!(dtype, DType::F16 | DType::Bf16)),
-        )?;
+        let all = p.inputs.iter().chain([&p.out]).map(|own| own.dtype);
+        // A profile does not list wider integers.
+        let listed = |own: &DType| matches!(own, DType::F16 | DType::Bf16 | DType::U8);
+        crate::fits::stores(arch, all.filter(listed))?;
         limits(arch, self.units, 0)
     }
 
