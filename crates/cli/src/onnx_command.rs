@@ -354,7 +354,8 @@ struct Row {
     frame_ns: f64,
     p50_ns: f64,
     p95_ns: f64,
-    captured: bool,
+    captured: usize,
+    nodes: usize,
     rewritten: BTreeMap<&'static str, usize>,
     planned: u128,
     alive: u128,
@@ -386,6 +387,7 @@ fn bench(args: &BenchArgs) -> anyhow::Result<()> {
                 p50_ns: percentile(&each, 0.5),
                 p95_ns: percentile(&each, 0.95),
                 captured: speed.captured,
+                nodes: speed.nodes,
                 rewritten: rewritten.into_iter().filter(|own| own.1 > 0).collect(),
                 planned: plan.arena,
                 alive: plan.alive,
@@ -410,7 +412,11 @@ const HEADER: &str = "\
 
 fn line(row: &Row) -> String {
     let Row { model, dtype, batch, passes, frame_ns, p50_ns, p95_ns, first_ns, planned, .. } = row;
-    let captured = if row.captured { "" } else { " (not captured)" };
+    let captured = match row.captured {
+        0 => " (not captured)".to_owned(),
+        some if some == row.nodes => String::new(),
+        some => format!(" ({some} of {} nodes captured)", row.nodes),
+    };
     format!(
         "| {model}{captured} | {dtype} | {batch} | {passes} | {:.3} | {:.1} | {:.3} | {:.3} | {:.2} | {:.1} |\n",
         frame_ns / 1e6,

@@ -1,6 +1,5 @@
 //! Tensors whose rank is known at run time.
 
-use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
@@ -11,7 +10,10 @@ use burn::tensor::{
     BoolDType, DType, FloatDType, IntDType, Scalar, Shape, Slice, Tensor, TensorData,
 };
 
+use ops::{Ctx, Program};
+
 use crate::limits::must_fit;
+use crate::memo::{MOST_KEPT, Memo, count_copy};
 use crate::tensor;
 
 /// A tensor of any element type and rank.
@@ -25,70 +27,8 @@ pub(crate) struct Array {
     known: Option<Arc<TensorData>>,
 }
 
-thread_local! {
-    /// Copies between the host and a device, of this thread.
-    static COPIES: Cell<usize> = const { Cell::new(0) };
-}
-
-/// Returns the number of copies between the host and a device that this thread made so far. Work with copies cannot be captured.
-pub(crate) fn copies() -> usize {
-    COPIES.get()
-}
-
-/// Data that an operator copies to a device in each run, such as places that follow from a constant. What did not change is not
-/// copied again.
-#[derive(Debug, Default)]
-pub(crate) struct Memo {
-    slots: Vec<(TensorData, Array)>,
-    at: usize,
-}
-
-/// Most bytes that are kept for another run.
-const MOST_KEPT: usize = 64 << 20;
-
-thread_local! {
-    static MEMO: RefCell<Option<Memo>> = const { RefCell::new(None) };
-}
-
-impl Memo {
-    /// Runs an operator with what its last run copied.
-    pub(crate) fn during<T>(&mut self, run: impl FnOnce() -> T) -> T {
-        let own = Self { slots: std::mem::take(&mut self.slots), at: 0 };
-        let outer = MEMO.replace(Some(own));
-        let made = run();
-        if let Some(own) = MEMO.replace(outer) {
-            *self = own;
-        }
-        made
-    }
-
-    fn find(data: &TensorData) -> Option<Array> {
-        MEMO.with_borrow_mut(|memo| {
-            let memo = memo.as_mut()?;
-            let found = memo.slots.get(memo.at).filter(|(own, _)| own == data)?.1.clone();
-            memo.at += 1;
-            Some(found)
-        })
-    }
-
-    fn keep(data: TensorData, array: &Array) {
-        MEMO.with_borrow_mut(|memo| {
-            let Some(memo) = memo else { return };
-            memo.slots.truncate(memo.at);
-            memo.slots.push((data, array.clone()));
-            memo.at += 1;
-        });
-    }
-}
-
 pub(crate) fn is_host(device: &DispatchDevice) -> bool {
     matches!(device, DispatchDevice::Flex(_))
-}
-
-fn count_copy(device: &DispatchDevice) {
-    if !is_host(device) {
-        COPIES.set(COPIES.get() + 1);
-    }
 }
 
 /// Family of an element type: each has operations of its own.
@@ -212,6 +152,28 @@ impl Array {
     pub(crate) fn overwrite(&self, data: TensorData) -> Result<(), String> {
         ops::overwrite(&self.tensor, data.convert_dtype(self.tensor.dtype()))
             .map_err(|why| why.to_string())
+    }
+
+    /// Copies the elements to other memory of the device.
+    ///
+    /// # Errors
+    /// The device failed, or our kernels do not read this dtype.
+    pub(crate) fn duplicate(&self, ctx: &Ctx) -> Result<Self, String> {
+        let copy = Program { inputs: 1, steps: Vec::new() };
+        let tensor =
+            ops::pointwise(ctx, &copy, std::slice::from_ref(&self.tensor), self.tensor.dtype());
+        Ok(Self::new(tensor.map_err(|why| why.to_string())?, self.is_scalar))
+    }
+
+    /// Replaces the elements in place by those of another array on the device.
+    ///
+    /// # Errors
+    /// The device failed, or our kernels do not read this dtype.
+    pub(crate) fn assign(&self, from: &Self, ctx: &Ctx) -> Result<(), String> {
+        let copy = Program { inputs: 1, steps: Vec::new() };
+        let made =
+            ops::pointwise_into(ctx, &copy, std::slice::from_ref(&from.tensor), &self.tensor);
+        made.map_err(|why| why.to_string())
     }
 
     /// Copies the elements to the host.
@@ -499,7 +461,13 @@ impl Array {
         if let Some(known) = self.known.as_ref().filter(|_| is_host(device)) {
             return Self::from_data((**known).clone(), device);
         }
-        COPIES.set(COPIES.get() + 1);
+        // What was computed on the host is often the same in the next run.
+        if self.is_on_host()
+            && let Ok(data) = self.to_data()
+        {
+            return Self::from_data(data, device);
+        }
+        count_copy(&self.device());
         same!(self, float_to_device, int_to_device, bool_to_device, |tensor| (tensor, device))
     }
 }

@@ -1,22 +1,23 @@
 //! Runs of one graph over and over, with inputs that change in place.
 //!
-//! The first run launches kernel by kernel: it compiles, and tunes if the policy says so. Once a run copied nothing between host
-//! and device, the next one is captured as a graph of the device, which all later ones replay.
+//! The first run launches kernel by kernel: it compiles, and tunes if the policy says so. Nodes that copy between host and device in
+//! the second run, because a shape or a branch depends on data, are launched in all later ones. The nodes between them are captured
+//! in pieces.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-use burn::tensor::{Device, Graph, TensorData};
+use burn::tensor::{Device, TensorData};
 use ops::{Ctx, Placed};
 
 use crate::OnnxError;
-use crate::array::{Array, copies};
+use crate::array::Array;
 use crate::devices::Devices;
 use crate::error::invalid;
+use crate::pieces::Piece;
 use crate::run::Program;
 
 type Outputs = Result<Vec<Array>, OnnxError>;
-type Run = Box<dyn FnMut() -> Outputs + Send>;
 
 /// A program with inputs.
 pub(crate) struct Frames {
@@ -25,22 +26,17 @@ pub(crate) struct Frames {
     inputs: Vec<Array>,
     /// Memory of the results, for the thread that computes the first run.
     placed: Option<(ThreadId, Placed)>,
+    /// True if the device replays graphs.
+    captures: bool,
     by: By,
 }
 
 enum By {
     /// Launched kernel by kernel; counts the runs so far.
     Launches(usize),
-    /// The last run copied nothing: the next one is captured.
-    Ready,
-    Graph {
-        graph: Graph<Outputs, Run>,
-        thread: ThreadId,
-    },
+    /// Launched, but for the pieces, which belong to a thread.
+    Pieces(ThreadId, Vec<Piece>),
 }
-
-/// Runs with copies after which a program is never captured: what it copies follows from its inputs.
-const MOST_EAGER: usize = 3;
 
 impl Frames {
     pub(crate) fn new(
@@ -51,7 +47,16 @@ impl Frames {
         let _guard = ops::stream_guard();
         let on = &devices.device;
         let inputs = inputs.into_iter().map(|own| Array::from_data(own, on)).collect();
-        Self { program, devices, inputs, placed: None, by: By::Launches(0) }
+        let captures = ops::captures(&Device::new(on.clone()));
+        Self { program, devices, inputs, placed: None, captures, by: By::Launches(0) }
+    }
+
+    /// Returns the pieces, where a device replays graphs. Where it does not, a graph of Burn runs its closure again.
+    #[cfg(test)]
+    pub(crate) fn pieces(&mut self) -> &[Piece] {
+        self.captures = true;
+        let By::Pieces(_, pieces) = &self.by else { return &[] };
+        pieces
     }
 
     /// Changes an input in place.
@@ -59,16 +64,22 @@ impl Frames {
     /// # Errors
     /// The device failed.
     pub(crate) fn refresh(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
-        if matches!(self.by, By::Graph { .. }) {
+        if matches!(self.by, By::Pieces(..)) {
             return self.inputs[at].overwrite(data).map_err(invalid);
         }
         self.inputs[at] = Array::from_data(data, &self.devices.device);
         Ok(())
     }
 
-    /// Returns true if runs are replayed from a graph.
-    pub(crate) fn captured(&self) -> bool {
-        matches!(&self.by, By::Graph { graph, .. } if graph.is_hardware())
+    /// Returns the number of nodes that are replayed from graphs of the device.
+    pub(crate) fn captured(&self) -> usize {
+        let By::Pieces(_, pieces) = &self.by else { return 0 };
+        pieces.iter().filter(|own| own.captured()).map(|own| own.steps().len()).sum()
+    }
+
+    /// Returns the number of nodes.
+    pub(crate) fn nodes(&self) -> usize {
+        self.program.steps()
     }
 
     /// Runs the program kernel by kernel.
@@ -76,10 +87,18 @@ impl Frames {
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn launch(&self) -> Outputs {
+        self.launched().map(|(made, _)| made)
+    }
+
+    /// Runs the program kernel by kernel, and returns the steps that copied between host and device, too.
+    fn launched(&self) -> Result<(Vec<Array>, Vec<usize>), OnnxError> {
         // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
         let placed = self.placed.as_ref().filter(|(of, _)| *of == thread::current().id());
         let placed = placed.map(|(_, placed)| placed);
-        self.program.run_in(&self.devices.ctx, self.inputs.clone(), placed)
+        let mut values = self.program.begin(self.inputs.clone());
+        let steps = 0..self.program.steps();
+        let copying = self.program.steps_in(&self.devices.ctx, &mut values, steps, placed)?;
+        Ok((self.program.outputs(values)?, copying))
     }
 
     /// Runs the program. Results lie in memory that the next run overwrites.
@@ -90,34 +109,33 @@ impl Frames {
         match &mut self.by {
             By::Launches(runs) => {
                 let runs = *runs;
-                let device = Device::new(self.devices.device.clone());
                 if runs == 0 && self.devices.has_kernels() {
-                    self.prepare(&device)?;
+                    self.prepare(&Device::new(self.devices.device.clone()))?;
                 }
-                let before = copies();
-                let made = self.launch();
-                let same = copies() == before && runs < MOST_EAGER && ops::captures(&device);
-                self.by = if same { By::Ready } else { By::Launches(runs + 1) };
-                made
+                let (made, copying) = self.launched()?;
+                // The first run also copies what stays.
+                self.by = match self.captures && (runs > 0 || copying.is_empty()) {
+                    true => {
+                        By::Pieces(thread::current().id(), Piece::between(&self.program, &copying))
+                    }
+                    false => By::Launches(runs + 1),
+                };
+                Ok(made)
             }
-            By::Ready => {
-                let (program, inputs) = (self.program.clone(), self.inputs.clone());
-                let ctx = self.devices.ctx.clone();
-                let placed = self.placed.as_ref().map(|(_, placed)| placed.clone());
-                let run: Run =
-                    Box::new(move || program.run_in(&ctx, inputs.clone(), placed.as_ref()));
-                let device = Device::new(self.devices.device.clone());
-                let mut graph = ops::capture_alone(&device, run);
-                // SAFETY: the graph's closure holds clones of everything that it reads and writes. Constants are never written;
-                // the inputs belong to these frames, which `&mut` lets one thread use at a time. The graph was captured on the
-                // stream of this thread, and its results are read on it before the next run. Capturing does not run kernels.
-                let made = cloned(unsafe { graph.replay() });
-                self.by = By::Graph { graph, thread: thread::current().id() };
-                made
+            By::Pieces(thread, _) if *thread != thread::current().id() => self.launch(),
+            By::Pieces(_, pieces) => {
+                let (program, ctx) = (&self.program, &self.devices.ctx);
+                let placed = self.placed.as_ref().map(|(_, placed)| placed);
+                let mut values = program.begin(self.inputs.clone());
+                let mut next = 0;
+                for piece in pieces {
+                    program.steps_in(ctx, &mut values, next..piece.steps().start, placed)?;
+                    piece.run(program, ctx, &mut values, placed)?;
+                    next = piece.steps().end;
+                }
+                program.steps_in(ctx, &mut values, next..program.steps(), placed)?;
+                program.outputs(values)
             }
-            By::Graph { thread, .. } if *thread != thread::current().id() => self.launch(),
-            // SAFETY: as above.
-            By::Graph { graph, .. } => cloned(unsafe { graph.replay() }),
         }
     }
 }
@@ -128,7 +146,8 @@ impl Frames {
     fn prepare(&mut self, device: &Device) -> Result<(), OnnxError> {
         let mut placed = self.program.placed(device)?;
         let ctx = self.devices.ctx.rehearsal();
-        self.program.run_in(&ctx, self.inputs.clone(), placed.as_ref())?;
+        let mut values = self.program.begin(self.inputs.clone());
+        self.program.steps_in(&ctx, &mut values, 0..self.program.steps(), placed.as_ref())?;
         let rehearsed = ctx.rehearsed();
         if let Some(placed) = &mut placed {
             placed.set_workspace(rehearsed.workspace(), device);
@@ -138,13 +157,6 @@ impl Frames {
         }
         self.placed = placed.map(|placed| (thread::current().id(), placed));
         Ok(())
-    }
-}
-
-fn cloned(made: &Outputs) -> Outputs {
-    match made {
-        Ok(made) => Ok(made.clone()),
-        Err(why) => Err(invalid(why.to_string())),
     }
 }
 

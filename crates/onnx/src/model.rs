@@ -149,7 +149,7 @@ impl Model {
         own.run()?;
         wait()?;
         let first = started.elapsed();
-        for _ in 0..2 {
+        for _ in 0..3 {
             own.run()?;
         }
         wait()?;
@@ -166,7 +166,7 @@ impl Model {
         }
         wait()?;
         let frame = started.elapsed() / times.max(1) as u32;
-        Ok(Speed { first, frame, each, captured: own.captured() })
+        Ok(Speed { first, frame, each, captured: own.captured(), nodes: own.nodes() })
     }
 
     fn read(&self, made: Vec<Array>) -> Result<Vec<TensorData>, OnnxError> {
@@ -246,7 +246,7 @@ impl Model {
     }
 
     /// Returns the program for inputs of these shapes.
-    fn program(&self, shapes: &[Vec<usize>]) -> Result<Program, OnnxError> {
+    pub(crate) fn program(&self, shapes: &[Vec<usize>]) -> Result<Program, OnnxError> {
         Program::new(&self.concrete(shapes)?.0, self.opset, &self.devices)
     }
 
@@ -277,8 +277,10 @@ pub struct Speed {
     pub frame: Duration,
     /// Runs one by one, each with its launch and the wait for its end.
     pub each: Vec<Duration>,
-    /// True if runs are replayed from a graph of the device.
-    pub captured: bool,
+    /// Nodes that are replayed from graphs of the device.
+    pub captured: usize,
+    /// All nodes.
+    pub nodes: usize,
 }
 
 fn types(graph: &Graph, ids: &[usize]) -> Vec<ValueType> {

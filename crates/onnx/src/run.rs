@@ -1,17 +1,20 @@
 //! Runs of graphs, node by node.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device};
 use ops::{Ctx, Placed};
 
-use crate::array::{Array, Kind, Memo, copies, kind};
+use crate::array::{Array, Kind, kind};
 use crate::devices::{Devices, Form};
 use crate::error::invalid;
 use crate::graph::{Attribute, Graph, Node, Type, ValueId};
 use crate::limits::fits;
+use crate::memo::{Memo, copies};
 use crate::ops::fused::{WIDE, is_ours};
 use crate::ops::{Inputs, Run, operator};
 use crate::passes::place;
@@ -104,71 +107,150 @@ impl Program {
         read(graph, opset, devices).map(drop)
     }
 
-    /// Runs all nodes, given the inputs and then the captured values. With the context of a rehearsal it launches no kernel of ours,
-    /// and ends at the first copy between host and device.
+    /// Runs all nodes, given the inputs and then the captured values.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn run(&self, ctx: &Ctx, given: Vec<Array>) -> Result<Vec<Array>, OnnxError> {
-        self.run_in(ctx, given, None)
+        let mut values = self.begin(given);
+        self.steps_in(ctx, &mut values, 0..self.steps(), None)?;
+        self.outputs(values)
     }
 
-    /// Runs all nodes as [`Program::run`] does, with results in places that were allocated before.
+    /// Returns the number of steps.
+    pub(crate) const fn steps(&self) -> usize {
+        self.steps.len()
+    }
+
+    pub(crate) fn device(&self) -> &DispatchDevice {
+        &self.devices.device
+    }
+
+    pub(crate) fn is_input(&self, id: ValueId) -> bool {
+        self.inputs.contains(&id)
+    }
+
+    /// Returns the values before the first step, given the inputs and then the captured values.
+    pub(crate) fn begin(&self, given: Vec<Array>) -> Values {
+        let mut values = self.constants();
+        self.inputs.iter().zip(given).for_each(|(id, array)| values.set(*id, array));
+        values
+    }
+
+    /// Returns the values of constants.
+    pub(crate) fn constants(&self) -> Values {
+        Values(self.constants.clone())
+    }
+
+    /// Returns the results after the last step.
+    ///
+    /// # Errors
+    /// [`OnnxError::Invalid`] if a step did not run.
+    pub(crate) fn outputs(&self, values: Values) -> Result<Vec<Array>, OnnxError> {
+        self.outputs.iter().map(|id| values.get(*id).cloned()).collect()
+    }
+
+    /// Returns the values from before some steps that these read, and the values of these steps that are read after them.
+    pub(crate) fn borders(&self, steps: &Range<usize>) -> (Vec<ValueId>, Vec<ValueId>) {
+        let (mut reads, mut makes) = (BTreeSet::new(), BTreeSet::new());
+        for step in &self.steps[steps.clone()] {
+            let is_new = |id: &ValueId| self.constants[*id].is_none() && !makes.contains(id);
+            reads.extend(step.node.inputs.iter().flatten().copied().filter(is_new));
+            makes.extend(step.node.outputs.iter().flatten().copied());
+        }
+        let dead = self.steps[steps.clone()].iter().flat_map(|step| &step.last);
+        dead.for_each(|id| _ = makes.remove(id));
+        (reads.into_iter().collect(), makes.into_iter().collect())
+    }
+
+    /// Drops the values that no step after these reads.
+    pub(crate) fn drop_dead(&self, steps: &Range<usize>, values: &mut Values) {
+        let dead = self.steps[steps.clone()].iter().flat_map(|step| &step.last);
+        dead.for_each(|id| values.0[*id] = None);
+    }
+
+    /// Returns what steps copied to the device in their last run, and keep for the next one.
+    pub(crate) fn copied(&self, steps: &Range<usize>) -> Vec<Array> {
+        let memo = |step: &Step| {
+            let memo = step.memo.lock().unwrap_or_else(PoisonError::into_inner);
+            memo.arrays().collect::<Vec<_>>()
+        };
+        self.steps[steps.clone()].iter().flat_map(memo).collect()
+    }
+
+    /// Runs some steps, with results in places that were allocated before. Returns the steps that copied between host and device.
+    ///
+    /// With the context of a rehearsal it launches no kernel of ours, and ends at the first step that copies, or that runs another
+    /// graph: what a rehearsal reads is not written, and must not decide anything.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
-    pub(crate) fn run_in(
+    pub(crate) fn steps_in(
         &self,
         ctx: &Ctx,
-        given: Vec<Array>,
+        values: &mut Values,
+        steps: Range<usize>,
         placed: Option<&Placed>,
-    ) -> Result<Vec<Array>, OnnxError> {
-        let pass = placed.map(Placed::pass).transpose();
+    ) -> Result<Vec<usize>, OnnxError> {
+        let first = self.lifetimes.of_node[..steps.start].iter().flatten().count();
+        let pass = placed.map(|placed| placed.pass_from(first)).transpose();
         let pass = pass.map_err(|why| invalid(why.to_string()))?;
-        let mut values = self.constants.clone();
-        for (id, array) in self.inputs.iter().zip(given) {
-            values[*id] = Some(array);
-        }
-        let before = copies();
-        for (step, place) in self.steps.iter().zip(&self.lifetimes.of_node) {
-            // What a rehearsal reads is not written: it must not decide anything.
-            let decides = matches!(step.node.op.as_str(), "If" | "Loop" | "Scan");
-            if ctx.rehearses() && (decides || copies() > before) {
-                return Ok(Vec::new());
-            }
+        let mut copying = Vec::new();
+        for at in steps {
+            let step = &self.steps[at];
             let node = &step.node;
+            if ctx.rehearses() && matches!(node.op.as_str(), "If" | "Loop" | "Scan") {
+                return Ok(vec![at]);
+            }
             let all: Vec<_> =
-                node.inputs.iter().map(|id| id.and_then(|id| values[id].clone())).collect();
+                node.inputs.iter().map(|id| id.and_then(|id| values.0[id].clone())).collect();
             let inputs = Inputs { ctx, ..Inputs::new(&all, &self.devices) };
             let failed = |why| OnnxError::Node(Fault::new(node, why));
-            let copied = copies();
+            let before = copies();
             let mut memo = step.memo.lock().unwrap_or_else(PoisonError::into_inner);
             let _span = trace::span(|| match node.name.is_empty() {
                 true => node.op.clone(),
                 false => format!("{} {}", node.op, node.name),
             });
             let mut run = || memo.during(|| caught(|| (step.run)(&inputs)));
+            let place = self.lifetimes.of_node[at];
             let made = match pass.as_ref().filter(|_| place.is_some()) {
                 Some(pass) => pass.place(run),
                 None => run(),
             };
             drop(memo);
-            if ctx.rehearses() && copies() > before {
-                return Ok(Vec::new());
-            }
-            let made = made.map_err(failed)?;
-            if copies() > copied {
+            if copies() > before {
                 log::debug!("{} `{}` copies between host and device", node.op, node.name);
-            }
-            for (id, array) in node.outputs.iter().zip(made) {
-                if let Some(id) = id {
-                    values[*id] = Some(self.types[*id].checked(array).map_err(failed)?);
+                copying.push(at);
+                if ctx.rehearses() {
+                    return Ok(copying);
                 }
             }
-            step.last.iter().for_each(|id| values[*id] = None);
+            for (id, array) in node.outputs.iter().zip(made.map_err(failed)?) {
+                if let Some(id) = id {
+                    values.set(*id, self.types[*id].checked(array).map_err(failed)?);
+                }
+            }
+            step.last.iter().for_each(|id| values.0[*id] = None);
         }
-        let made = self.outputs.iter().map(|id| values[*id].clone());
-        made.map(|own| own.ok_or_else(|| invalid("an output has no value"))).collect()
+        Ok(copying)
+    }
+}
+
+/// Values of a run, by their number in the graph.
+pub(crate) struct Values(Vec<Option<Array>>);
+
+impl Values {
+    /// Returns a value.
+    ///
+    /// # Errors
+    /// [`OnnxError::Invalid`] if it was not computed.
+    pub(crate) fn get(&self, id: ValueId) -> Result<&Array, OnnxError> {
+        self.0[id].as_ref().ok_or_else(|| invalid("a value was read before it was computed"))
+    }
+
+    pub(crate) fn set(&mut self, id: ValueId, array: Array) {
+        self.0[id] = Some(array);
     }
 }
 

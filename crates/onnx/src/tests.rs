@@ -2,10 +2,14 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use burn::tensor::{DType, Device, TensorData};
 use prost::Message;
 
+use crate::devices::Devices;
+use crate::frames::Frames;
+use crate::passes::Passes;
 use crate::proto::{
     AttributeProto, Dimension, FunctionProto, GraphProto, Length, ModelProto, NodeProto,
     OperatorSetIdProto, StringStringEntryProto, TensorProto, TensorShapeProto, TensorTypeProto,
@@ -336,4 +340,74 @@ fn results_beyond_the_memory_are_errors_of_their_nodes() {
         let why = model.run(vec![TensorData::new(vec![1f32, -2.0], [1, 2])]).unwrap_err();
         assert!(why.to_string().contains("needs more memory than there is"), "{op}: {why}");
     }
+}
+
+/// A node whose result's shape depends on data is launched in each run; the nodes before and after it are captured.
+#[test]
+fn the_pieces_around_a_data_dependent_node_are_captured() {
+    let chain = |from: &str, to: &str| {
+        let [a, b, c, d] = ["a", "b", "c", "d"].map(|own| format!("{to} {own}"));
+        vec![
+            node("Sigmoid", &[from], &[&a]),
+            node("Add", &[&a, from], &[&b]),
+            node("Softmax", &[&b], &[&c]),
+            node("Mul", &[&c, &a], &[&d]),
+            node("Neg", &[&d], &[to]),
+        ]
+    };
+    let with = |name: &str, i: i64, mut own: NodeProto| {
+        let (name, r#type) = (name.to_owned(), 2);
+        own.attribute.push(AttributeProto { name, r#type, i, ..AttributeProto::default() });
+        own
+    };
+    let mut nodes = chain("x", "all");
+    nodes.push(with("keepdims", 0, node("ReduceMax", &["x", "one"], &["most"])));
+    nodes.push(node("Greater", &["most", "zero"], &["which"]));
+    nodes.push(with("axis", 0, node("Compress", &["all", "which"], &["few"])));
+    nodes.extend(chain("few", "y"));
+    let mut own = model(nodes, &["x"], &["y"]);
+    let graph = own.graph.as_mut().unwrap();
+    (graph.input, graph.output) = (vec![value("x", &["3", "2"])], vec![value("y", &["rows", "2"])]);
+    let number = |name: &str, data_type| TensorProto {
+        dims: vec![1],
+        data_type,
+        name: name.to_owned(),
+        ..TensorProto::default()
+    };
+    graph.initializer = vec![
+        TensorProto { int64_data: vec![1], ..number("one", 7) },
+        TensorProto { float_data: vec![0.0], ..number("zero", 1) },
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    fs::write(&path, own.encode_to_vec()).unwrap();
+    let host = Model::open(&path, Options::default(), &Device::flex()).unwrap();
+    let options = Options { passes: Passes::none(), ..Options::default() };
+    let device = Device::cpu();
+    let model = Model::open(&path, options.clone(), &device).unwrap();
+    let devices = Arc::new(Devices::new(device.inner().as_dispatch().clone(), options.ctx));
+    let program = Arc::new(model.program(&[vec![3, 2]]).unwrap());
+    let mut frames: Option<Frames> = None;
+    let mut captured = Vec::new();
+    // Two rows with a positive number, then one, then two again.
+    for (run, positive) in [2, 2, 2, 2, 2, 1, 2, 1].into_iter().enumerate() {
+        let number = |at: usize| {
+            (at as f32 + 0.3 * run as f32) * if at / 2 < positive { 1.0 } else { -1.0 } + 0.1
+        };
+        let x = TensorData::new((0..6).map(number).collect(), [3, 2]);
+        let frames = frames
+            .get_or_insert_with(|| Frames::new(program.clone(), devices.clone(), vec![x.clone()]));
+        if run > 0 {
+            frames.refresh(0, x.clone()).unwrap();
+        }
+        frames.pieces();
+        let made = frames.run().unwrap().remove(0).to_data().unwrap();
+        let want = host.run(vec![x]).unwrap().remove(0);
+        assert_eq!(made.shape().to_vec(), [positive, 2]);
+        for (have, want) in made.iter::<f32>().zip(want.iter::<f32>()) {
+            assert!((have - want).abs() <= 1e-5, "run {run}: {have}, expected {want}");
+        }
+        captured.push(frames.pieces().iter().filter(|own| own.is_graph()).count());
+    }
+    assert_eq!(captured[2..], [0, 2, 2, 2, 2, 2]);
 }

@@ -96,10 +96,18 @@ impl Placed {
     /// # Errors
     /// [`OpError::Device`] for a device without kernels.
     pub fn pass(&self) -> Result<Pass, OpError> {
+        self.pass_from(0)
+    }
+
+    /// Begins a pass at a later result.
+    ///
+    /// # Errors
+    /// The errors of [`Placed::pass`].
+    pub fn pass_from(&self, first: usize) -> Result<Pass, OpError> {
         let handle = |tensor: &Tensor<1>| cube(tensor.clone()).map(|tensor| tensor.handle);
         let workspace = self.workspace.as_ref().map(handle).transpose()?;
         let (buffer, places) = (handle(&self.buffer)?, self.places.clone());
-        Ok(Pass { buffer, workspace, places, next: Cell::new(0) })
+        Ok(Pass { buffer, workspace, places, next: Cell::new(first) })
     }
 }
 

@@ -52,7 +52,8 @@ struct Agreement {
 struct Speed {
     first_ns: f64,
     frame_ns: f64,
-    captured: bool,
+    captured: usize,
+    nodes: usize,
 }
 
 type Outputs = BTreeMap<String, TensorData>;
@@ -219,8 +220,8 @@ fn document(report: &Report, style: Style) -> String {
     let milliseconds = |ns: f64| digits(ns / 1e6);
     line("ms a run", &|row| row.speed.as_ref().map(|own| milliseconds(own.frame_ns)));
     line("ms of the first run", &|row| row.speed.as_ref().map(|own| milliseconds(own.first_ns)));
-    line("captured", &|row| {
-        row.speed.as_ref().map(|own| if own.captured { "yes" } else { "no" }.to_owned())
+    line("nodes captured", &|row| {
+        row.speed.as_ref().map(|own| format!("{} of {}", own.captured, own.nodes))
     });
     line("failed", &|row| row.failure.as_ref().map(|own| own.lines().next().unwrap_or("").into()));
     out += &table.render(style);
