@@ -1,9 +1,10 @@
 //! Runs of graphs, node by node.
 
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::panic::{self, AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device};
@@ -339,9 +340,25 @@ fn constants(
     graph.values.iter().enumerate().map(own).collect()
 }
 
-/// Runs an operator. Burn reports what it cannot do by a panic, which becomes an error.
+thread_local! {
+    /// True while this thread's panics become errors.
+    static CATCHES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs an operator. Burn reports what it cannot do by a panic, which becomes an error, and is not printed.
 pub(crate) fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        let print = panic::take_hook();
+        panic::set_hook(Box::new(move |why| {
+            if !CATCHES.get() {
+                print(why);
+            }
+        }));
+    });
+    let outer = CATCHES.replace(true);
     let made = catch_unwind(AssertUnwindSafe(run));
+    CATCHES.set(outer);
     made.unwrap_or_else(|why| Err(panic_text(&*why)))
 }
 

@@ -3,8 +3,6 @@
 //! onnx-ir renames values, folds `Shape` at the sizes of the export, and panics on some files. So it reads one node at a time: a
 //! model of that node, with the types of its inputs as they are known here. Only this module knows onnx-ir.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use burn::tensor::DType;
 use onnx_ir::{ArgType, OnnxGraphBuilder};
 use prost::Message;
@@ -15,6 +13,7 @@ use crate::proto::{
     TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto,
 };
 use crate::rules::of_host;
+use crate::run::caught;
 use crate::tensor::{self, Constant};
 
 /// Most elements of a constant that onnx-ir is shown: such tensors hold shapes, axes and factors.
@@ -35,7 +34,36 @@ pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<T
     {
         same_padding(graph, node, types.first_mut()?);
     }
+    if matches!(node.attributes.get("ceil_mode"), Some(Attribute::Int(1))) {
+        types.iter_mut().for_each(|ty| rounded_up(graph, node, ty));
+    }
     Some(types)
+}
+
+/// Sets the lengths of a pool whose last windows may end beyond the image. They begin in it, or in the padding before it: the shapes
+/// that exporters write into files often count one more.
+fn rounded_up(graph: &Graph, node: &Node, ty: &mut Type) {
+    let int = |name: &str, at: usize| match node.attributes.get(name) {
+        Some(Attribute::Ints(own)) => usize::try_from(*own.get(at)?).ok(),
+        _ => None,
+    };
+    let image = node.inputs.first().copied().flatten();
+    let Some(image) = image.and_then(|id| graph.values[id].ty.shape.as_ref()) else { return };
+    let rank = image.len().saturating_sub(2);
+    for (at, len) in ty.shape.iter_mut().flatten().skip(2).enumerate() {
+        let pads = [at, at + rank].map(|at| int("pads", at).unwrap_or(0));
+        let [stride, dilation] = ["strides", "dilations"].map(|name| int(name, at).unwrap_or(1));
+        let count = || {
+            let reach = (int("kernel_shape", at)?.checked_sub(1)?).checked_mul(dilation)? + 1;
+            let room = ((*image.get(at + 2)?)? + pads[0] + pads[1]).checked_sub(reach)?;
+            let count = room.div_ceil(stride.max(1)) + 1;
+            let begins = (count - 1) * stride < (*image.get(at + 2)?)? + pads[0];
+            Some(if begins { count } else { count - 1 })
+        };
+        if !node.attributes.contains_key("auto_pad") {
+            *len = count().or(*len);
+        }
+    }
 }
 
 /// Sets the lengths of an image that is padded such that they depend on the strides only.
@@ -56,10 +84,11 @@ fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
 fn by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
     let bytes = alone(graph, node, opset)?.encode_to_vec();
     // It panics on some nodes that it cannot read.
-    let read = catch_unwind(AssertUnwindSafe(|| {
-        OnnxGraphBuilder::new().simplify(false).parse_bytes(&bytes)
-    }));
-    let read = read.ok()?.ok()?;
+    let read = caught(|| {
+        let read = OnnxGraphBuilder::new().simplify(false).parse_bytes(&bytes);
+        read.map_err(|why| why.to_string())
+    });
+    let read = read.ok()?;
     let mut made = read.outputs.iter();
     let of = |id: &Option<ValueId>| {
         id.and_then(|_| made.next()).map_or_else(Type::default, |own| of_argument(&own.ty))

@@ -1,12 +1,49 @@
 //! Operators that run graphs of their own.
 
+use std::cell::Cell;
+
 use burn::tensor::{DType, TensorData};
 
 use super::{Call, Inputs, Part, Read, Run, axis};
 use crate::array::Array;
 
-/// Turns of a loop after which it counts as endless.
-const MAX_TURNS: usize = 1_000_000;
+/// Iterations of a loop, with those of the loops in it, after which it counts as endless.
+const MOST_ITERATIONS: usize = 1_000_000;
+
+thread_local! {
+    /// Iterations that this thread's outermost loop has left, while it runs.
+    static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Runs a loop. The outermost one begins to count.
+fn counted<T>(run: impl FnOnce() -> T) -> T {
+    /// Ends the count, after an error too.
+    struct End(bool);
+    impl Drop for End {
+        fn drop(&mut self) {
+            if self.0 {
+                LEFT.set(None);
+            }
+        }
+    }
+    let end = End(LEFT.get().is_none());
+    LEFT.set(LEFT.get().or(Some(MOST_ITERATIONS)));
+    let made = run();
+    drop(end);
+    made
+}
+
+/// Counts an iteration.
+///
+/// # Errors
+/// There were too many.
+fn count() -> Result<(), String> {
+    let left = LEFT.get().unwrap_or(0).checked_sub(1);
+    LEFT.set(Some(left.ok_or_else(|| {
+        format!("the loop has not ended after {MOST_ITERATIONS} iterations, those of loops in it included")
+    })?));
+    Ok(())
+}
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(match call.op() {
@@ -44,49 +81,51 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
     let body = call.part("body")?;
     let carried = call.given().saturating_sub(2);
     Ok(Box::new(move |inputs| {
-        let turns = inputs.maybe(0).map(|own| own.ints()).transpose()?;
-        let turns = turns.and_then(|own| own.first().copied());
-        let mut goes_on = inputs.maybe(1).map_or(Ok(true), |own| is_true(&own))?;
-        let mut values: Vec<Array> =
-            (0..carried).map(|at| inputs.get(at + 2)).collect::<Result<_, _>>()?;
-        let mut collected: Vec<Vec<Array>> = Vec::new();
-        let mut turn = 0;
-        while goes_on && turns.is_none_or(|turns| turn < turns) {
-            if turn as usize == MAX_TURNS {
-                return Err(format!("the loop has not ended after {MAX_TURNS} turns"));
-            }
-            let number = TensorData::new(vec![turn], Vec::<usize>::new());
-            let flag = TensorData::new(vec![true], Vec::<usize>::new());
-            let mut given =
-                vec![Array::from_data(number, inputs.host), Array::from_data(flag, inputs.host)];
-            given.append(&mut values);
-            let mut made = run(&body, inputs, given)?.into_iter();
-            goes_on = is_true(&made.next().ok_or("the body has no condition")?)?;
-            values = made.by_ref().take(carried).collect();
-            for (at, own) in made.enumerate() {
-                if collected.len() <= at {
-                    collected.push(Vec::new());
+        counted(|| {
+            let turns = inputs.maybe(0).map(|own| own.ints()).transpose()?;
+            let turns = turns.and_then(|own| own.first().copied());
+            let mut goes_on = inputs.maybe(1).map_or(Ok(true), |own| is_true(&own))?;
+            let mut values: Vec<Array> =
+                (0..carried).map(|at| inputs.get(at + 2)).collect::<Result<_, _>>()?;
+            let mut collected: Vec<Vec<Array>> = Vec::new();
+            let mut turn = 0;
+            while goes_on && turns.is_none_or(|turns| turn < turns) {
+                count()?;
+                let number = TensorData::new(vec![turn], Vec::<usize>::new());
+                let flag = TensorData::new(vec![true], Vec::<usize>::new());
+                let mut given = vec![
+                    Array::from_data(number, inputs.host),
+                    Array::from_data(flag, inputs.host),
+                ];
+                given.append(&mut values);
+                let mut made = run(&body, inputs, given)?.into_iter();
+                goes_on = is_true(&made.next().ok_or("the body has no condition")?)?;
+                values = made.by_ref().take(carried).collect();
+                for (at, own) in made.enumerate() {
+                    if collected.len() <= at {
+                        collected.push(Vec::new());
+                    }
+                    collected[at].push(own);
                 }
-                collected[at].push(own);
+                turn += 1;
             }
-            turn += 1;
-        }
-        for (at, shape) in body.outputs.iter().skip(1 + carried).enumerate() {
-            values.push(match collected.get(at) {
-                Some(all) => stacked(all.clone(), 0),
-                None => {
-                    let (dtype, shape) = shape
-                        .as_ref()
-                        .ok_or("a loop without turns has results of unknown shape")?;
-                    let whole = [&[0][..], shape].concat();
-                    Array::from_data(
-                        TensorData::from_bytes_vec(Vec::new(), whole, *dtype),
-                        inputs.device,
-                    )
-                }
-            });
-        }
-        Ok(values)
+            for (at, shape) in body.outputs.iter().skip(1 + carried).enumerate() {
+                values.push(match collected.get(at) {
+                    Some(all) => stacked(all.clone(), 0),
+                    None => {
+                        let (dtype, shape) = shape
+                            .as_ref()
+                            .ok_or("a loop of 0 iterations has results of unknown dtype")?;
+                        let whole = [&[0][..], shape].concat();
+                        Array::from_data(
+                            TensorData::from_bytes_vec(Vec::new(), whole, *dtype),
+                            inputs.device,
+                        )
+                    }
+                });
+            }
+            Ok(values)
+        })
     }))
 }
 

@@ -5,7 +5,7 @@ use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::{DType, Scalar};
 
 use super::{Call, Inputs, Read, Run};
-use crate::array::{Array, Kind, Order, bool_dtype};
+use crate::array::{Array, Kind, Order, bool_dtype, scalar_of};
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -126,25 +126,23 @@ fn unary(call: &Call<'_>) -> Option<Run> {
         "ThresholdedRelu" => {
             let alpha = number("alpha", 1.0);
             of_one(move |x| {
-                let keep = x.clone().above(alpha).cast(x.dtype());
-                x.times(keep)
+                let zero =
+                    Array::full(&x.shape(), scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
+                zero.replaced(x.clone().above(alpha), x)
             })
         }
         "Shrink" => {
             let (lambda, bias) = (number("lambd", 0.5), number("bias", 0.0));
             of_one(move |x| {
-                let dtype = x.dtype();
-                let up = x.clone().above(lambda).cast(dtype);
-                let down = x.clone().times_number(-1.0).above(lambda).cast(dtype);
-                let above = x.clone().plus_number(-bias).times(up);
-                above.plus(x.plus_number(bias).times(down))
+                let up = x.clone().above(lambda);
+                let down = x.clone().times_number(-1.0).above(lambda);
+                let zero =
+                    Array::full(&x.shape(), scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
+                let out = zero.replaced(up, x.clone().plus_number(-bias));
+                out.replaced(down, x.plus_number(bias))
             })
         }
-        "IsNaN" => of_one(|x| {
-            let stored = bool_dtype(&x.device());
-            let (shape, tensor) = (x.shape(), x.into_inner());
-            Array::of(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
-        }),
+        "IsNaN" => of_one(is_nan),
         "IsInf" => {
             let both = |name: &str| call.int(name) != Some(0);
             let (negative, positive) = (both("detect_negative"), both("detect_positive"));
@@ -207,6 +205,12 @@ fn gelu_by_tanh(x: Array) -> Array {
     let inner = x.clone().plus(cube).times_number((2.0 / std::f64::consts::PI).sqrt());
     let gate = inner.float(Dispatch::float_tanh).plus_number(1.0).times_number(0.5);
     x.times(gate)
+}
+
+fn is_nan(x: Array) -> Array {
+    let stored = bool_dtype(&x.device());
+    let (shape, tensor) = (x.shape(), x.into_inner());
+    Array::of(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
 }
 
 fn is_inf(x: Array, negative: bool, positive: bool) -> Array {

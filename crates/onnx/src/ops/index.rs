@@ -64,9 +64,8 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         }
         "NonZero" => Box::new(|inputs| {
             let x = inputs.get(0)?;
-            let rank = x.rank();
+            let (rank, shape) = (x.rank(), x.shape());
             let flags: Vec<bool> = x.cast(crate::tensor::BOOL).to_data()?.iter::<bool>().collect();
-            let shape = inputs.get(0)?.shape();
             let found: Vec<usize> = (0..flags.len()).filter(|at| flags[*at]).collect();
             let places = (0..rank).flat_map(|dim| {
                 let step: usize = shape[dim + 1..].iter().product();

@@ -14,16 +14,13 @@ use ops::WeightFormat;
 use ops::checkpoint::Encoded;
 
 use super::microsoft::packed::{Packed, multiplied};
-use super::quant::shifted;
+use super::quant::{EXACT, shifted};
 use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     (call.op() == "flashover::Int8").then(|| product(call))
 }
-
-/// Depth of a product of integers that is exact in f32: 512 · 255 · 128 < 2^24.
-const EXACT: usize = 512;
 
 fn product(call: &Call<'_>) -> Result<Run, String> {
     let codes = call.tensor("codes").ok_or("it has no codes")?;

@@ -28,6 +28,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let out = if alpha == 1.0 { out } else { out.times_number(alpha) };
                 Ok(vec![match inputs.maybe(2) {
                     None => out,
+                    Some(_) if beta == 0.0 => out,
                     Some(c) if beta == 1.0 => out.plus(c),
                     Some(c) => out.plus(c.times_number(beta)),
                 }])

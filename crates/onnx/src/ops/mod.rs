@@ -88,7 +88,7 @@ pub(crate) struct Part {
     pub(crate) program: Program,
     /// Places of its captured values in the inputs.
     pub(crate) captured: Range<usize>,
-    /// Type and shape of each result, where they are declared.
+    /// Type and shape of each result, where the type is declared. A length that is not has 0.
     pub(crate) outputs: Vec<Option<(DType, Vec<usize>)>>,
 }
 
@@ -184,7 +184,8 @@ impl<'a> Call<'a> {
         let program = Program::new(graph, self.opset, self.devices);
         let declared = |id: &usize| {
             let ty = &graph.values[*id].ty;
-            Some((ty.dtype?, ty.known_shape()?))
+            let lengths = ty.shape.iter().flatten();
+            Some((ty.dtype?, lengths.map(|own| own.unwrap_or(0)).collect()))
         };
         Ok(Part {
             program: program.map_err(|why| why.to_string())?,

@@ -58,7 +58,17 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                     false => {
                         let x = shifted(inputs.get(0)?, inputs.maybe(2), false)?.cast(DType::F32);
                         let w = of_filters(inputs.get(1)?, inputs.maybe(3)).cast(DType::F32);
-                        Ok(vec![round(conv(x, w, None)?).cast(DType::I32)])
+                        // Sums below 2^24 are exact in f32. Halves of x keep larger ones there: x = 16 · high + low.
+                        let taps: usize = w.shape()[1..].iter().product();
+                        if taps <= EXACT {
+                            return Ok(vec![round(conv(x, w, None)?).cast(DType::I32)]);
+                        }
+                        let high = x.clone().times_number(1.0 / 16.0).float(Dispatch::float_floor);
+                        let low = x.minus(high.clone().times_number(16.0));
+                        let sum = |x: Array| {
+                            Ok::<_, String>(round(conv(x, w.clone(), None)?).cast(DType::I32))
+                        };
+                        Ok(vec![sum(high)?.times_number(16.0).plus(sum(low)?)])
                     }
                     true => {
                         let x =
@@ -139,6 +149,9 @@ pub(crate) fn limits(dtype: DType) -> (f64, f64) {
         _ => (f64::from(i32::MIN), f64::from(i32::MAX)),
     }
 }
+
+/// Most products of bytes whose sum is exact in f32: 512 · 255 · 128 < 2^24.
+pub(super) const EXACT: usize = 512;
 
 /// Rounds to an integer type, after a zero point is added.
 fn rounded(x: Array, zero: Option<Array>, dtype: DType) -> Array {
@@ -222,6 +235,9 @@ fn dynamic(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     let most = Array::of(Dispatch::float_max_dim(flat.clone(), 0)).reshape(&[]).at_least(0.0);
     let least = Array::of(Dispatch::float_min_dim(flat, 0)).reshape(&[]).at_most(0.0);
     let scale = most.minus(least.clone()).times_number(1.0 / 255.0);
+    // All elements are 0: any scale gives zeros.
+    let one = Array::full(&[], 1f64.into(), scale.dtype(), &scale.device());
+    let scale = scale.clone().above(0.0).choose(scale, one)?;
     let zero = round(least.times_number(-1.0).over(scale.clone())).at_least(0.0).at_most(255.0);
     let zero = zero.cast(DType::U8);
     let out = rounded(x.over(scale.clone()), Some(zero.clone()), DType::U8);

@@ -75,8 +75,9 @@ impl Activation {
             "scaledtanh" => x.times_number(beta).float(Dispatch::float_tanh).times_number(alpha),
             "hardsigmoid" => x.times_number(alpha).plus_number(beta).at_least(0.0).at_most(1.0),
             "thresholdedrelu" => {
-                let keep = x.clone().above(alpha).cast(x.dtype());
-                x.times(keep)
+                let zero =
+                    Array::full(&x.shape(), scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
+                zero.replaced(x.clone().above(alpha), x)
             }
             "leakyrelu" => x.clone().at_least(0.0).plus(x.at_most(0.0).times_number(alpha)),
             _ => {
@@ -207,7 +208,13 @@ impl Layer {
             }
             let shape = [1, 1, batch, self.size];
             let all = made.into_iter().flatten().map(|own| own.reshape(&shape)).collect();
-            lines.push(Array::concat(all, 0));
+            lines.push(match steps {
+                0 => {
+                    let zero = scalar_of(0.0, dtype);
+                    Array::full(&[0, 1, batch, self.size], zero, dtype, &x.device())
+                }
+                _ => Array::concat(all, 0),
+            });
             states.push(state.reshape(&[1, batch, self.size]));
             cells.extend(cell.map(|own| own.reshape(&[1, batch, self.size])));
         }
