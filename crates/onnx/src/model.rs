@@ -264,6 +264,29 @@ impl Model {
         if let Some(dtype) = self.options.dtype.filter(|dtype| *dtype != DType::F32) {
             precision::convert(&mut graph, dtype);
         }
+        if std::env::var("DBG").is_ok() {
+            for node in &graph.nodes {
+                eprintln!(
+                    "{} {:?} {:?} -> {:?}",
+                    node.op,
+                    node.attributes,
+                    node.inputs
+                        .iter()
+                        .flatten()
+                        .map(|id| (
+                            *id,
+                            graph.values[*id].ty.dtype,
+                            graph.values[*id].constant.is_some()
+                        ))
+                        .collect::<Vec<_>>(),
+                    node.outputs
+                        .iter()
+                        .flatten()
+                        .map(|id| (*id, graph.values[*id].ty.dtype))
+                        .collect::<Vec<_>>()
+                );
+            }
+        }
         Ok((graph, counts))
     }
 }

@@ -3,16 +3,17 @@
 //! Inputs and outputs of a model stay as the file has them. These nodes keep f32: they read and make it.
 //!
 //! - Nodes that the caller names, which no pass rewrites; nodes that run graphs; nodes of quantisation.
+//! - Ranges, and the scales of resized images.
 //! - The nodes before a sine or cosine, which 16 bits would shift by whole periods.
 //! - The nodes before a root or logarithm, whose squares and differences 16 bits lose.
-//! - Casts of integers, and nodes with a constant that f16 has only as 0; and the arithmetic that reads their results.
+//! - Casts of integers, and nodes with a constant that f16 has only as 0; and the arithmetic and casts that read their results.
 //!
 //! Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
 
 use std::collections::{HashMap, HashSet};
 
 use burn::tensor::DType;
-use ops::{Function, Step};
+use ops::{Activation, Constant, Function, Operation, Program, Step};
 
 use crate::OnnxError;
 use crate::error::invalid;
@@ -51,6 +52,7 @@ pub(crate) fn convert(graph: &mut Graph, to: DType) {
         rooted[at]
             || scaled[at]
             || node.attributes.contains_key(KEPT)
+            || node.op == "Range"
             || node.op.contains("uantize")
             || node.op.contains("Integer")
             || node.op.contains("QLinear")
@@ -61,14 +63,17 @@ pub(crate) fn convert(graph: &mut Graph, to: DType) {
     let mut made = Converter { to, wide: HashMap::new(), narrow: HashMap::new() };
     let nodes = std::mem::take(&mut graph.nodes);
     for (mut node, kept) in nodes.into_iter().zip(kept) {
-        let sizes = matches!(node.op.as_str(), "Resize" | "Upsample" | "Range");
+        let sizes = matches!(node.op.as_str(), "Resize" | "Upsample");
         for (at, input) in node.inputs.iter_mut().enumerate() {
             let Some(id) = *input else { continue };
             // Sizes are exact.
-            if sizes && (at > 0 || node.op == "Range") && graph.values[id].constant.is_some() {
-                continue;
-            }
-            *input = Some(made.read(graph, id, if kept { DType::F32 } else { to }));
+            let wide = kept || sizes && at > 0;
+            *input = Some(made.read(graph, id, if wide { DType::F32 } else { to }));
+        }
+        if let (DType::F16, Some(Attribute::Program(own))) =
+            (to, node.attributes.get_mut("program"))
+        {
+            bounded(own);
         }
         if !kept {
             for id in node.outputs.iter().flatten() {
@@ -87,7 +92,8 @@ pub(crate) fn convert(graph: &mut Graph, to: DType) {
 
 /// Returns which nodes make floats of integers, or read a number that is 0 in f16, and which scale their results.
 fn scaled(graph: &Graph) -> Vec<bool> {
-    const SCALES: [&str; 5] = ["Add", "Div", "Mul", "Sub", "flashover::Pointwise"];
+    const SCALES: [&str; 8] =
+        ["Add", "Ceil", "Div", "Floor", "Mul", "Round", "Sub", "flashover::Pointwise"];
     let small = |own: f64| own != 0.0 && own.abs() < f64::from(half::f16::MIN_POSITIVE);
     let is_small = |id: &ValueId| {
         let own = graph.values[*id]
@@ -97,10 +103,13 @@ fn scaled(graph: &Graph) -> Vec<bool> {
         own.is_some_and(|own| own.data().iter::<f64>().any(small))
     };
     let has_small = |node: &Node| match node.attributes.get("program") {
-        Some(Attribute::Program(own)) => own
-            .steps
-            .iter()
-            .any(|step| matches!(step, Step::Constant(own) if small(own.value().into()))),
+        Some(Attribute::Program(own)) => own.steps.iter().any(|step| match step {
+            Step::Constant(own) => small(own.value().into()),
+            Step::Unary(Function::Activation(Activation::Clip { low, high }), _) => {
+                [low, high].iter().any(|own| small(own.value().into()))
+            }
+            _ => false,
+        }),
         _ => {
             ["Add", "Clip", "Max", "Sub"].contains(&node.op.as_str())
                 && node.inputs.iter().flatten().any(is_small)
@@ -120,10 +129,30 @@ fn scaled(graph: &Graph) -> Vec<bool> {
             wide.extend(node.outputs.iter().flatten().copied());
             return true;
         }
-        SCALES.contains(&node.op.as_str())
+        let made = node.outputs.first().copied().flatten().and_then(|id| graph.values[id].ty.dtype);
+        let to_integers = node.op == "Cast" && made.is_some_and(|own| !own.is_float());
+        (to_integers || SCALES.contains(&node.op.as_str()))
             && node.inputs.iter().flatten().any(|id| wide.contains(id))
     });
     each.collect()
+}
+
+/// Bounds the constants of a program that stand for infinity, such as -1e9 where a mask hides an element: f16 has them as infinity,
+/// and the softmax of a row that is hidden as a whole would be NaN.
+fn bounded(program: &mut Program) {
+    /// No factor is as large.
+    const STANDS: f32 = 1e8;
+    let most = f32::from(half::f16::MAX);
+    let first = usize::from(program.inputs);
+    for at in 0..program.steps.len() {
+        let Step::Constant(own) = program.steps[at] else { continue };
+        let (value, register) = (own.value(), first + at);
+        let is_it = |own: u8| usize::from(own) == register;
+        let divides = |own: &Step| matches!(own, Step::Binary(Operation::Divide, a, b) if is_it(*a) || is_it(*b));
+        if value.is_finite() && value.abs() > STANDS && !program.steps.iter().any(divides) {
+            program.steps[at] = Step::Constant(Constant::new(most.copysign(value)));
+        }
+    }
 }
 
 struct Converter {
