@@ -245,6 +245,12 @@ impl Model {
         Ok((counts, Plan::of(&graph)))
     }
 
+    /// Returns the number of shapes of inputs that frames are kept for.
+    #[cfg(test)]
+    pub(crate) fn shapes_kept(&self) -> usize {
+        self.frames.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
     /// Returns the program for inputs of these shapes.
     pub(crate) fn program(&self, shapes: &[Vec<usize>]) -> Result<Program, OnnxError> {
         Program::new(&self.concrete(shapes)?.0, self.opset, &self.devices)
