@@ -16,6 +16,9 @@ const LIST: &str = include_str!("../../benches/baselines/onnx/node-tests.txt");
 /// Tests with another outcome on Vulkan. The card of the record has no bf16, and its division is not correctly rounded.
 const VULKAN: &str = include_str!("../../benches/baselines/onnx/vulkan.txt");
 
+/// Tests of all suites in the wheel onnx 1.22.0.
+const ALL: usize = 1914;
+
 /// Folders of tests.
 const SUITES: [&str; 5] = ["node", "simple", "pytorch-converted", "pytorch-operator", "light"];
 
@@ -53,6 +56,9 @@ pub(crate) fn check(
         };
         (counts.passed, counts.all) = (counts.passed + passed, counts.all + all);
         have.extend(outcomes(&printed));
+    }
+    if counts.all != ALL {
+        return Err(failed(format!("{} tests of ONNX ran, expected {ALL}", counts.all)));
     }
     let mut list = outcomes(LIST);
     if backend == Backend::Vulkan {
