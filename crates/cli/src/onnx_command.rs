@@ -236,7 +236,7 @@ fn info(args: &InfoArgs) -> anyhow::Result<()> {
     text += "\n| operator | nodes | after passes |\n| --- | ---: | ---: |\n";
     let names: std::collections::BTreeSet<_> = operators.keys().chain(rewritten.keys()).collect();
     for name in names {
-        let count = |of: &BTreeMap<String, usize>| of.get(name).copied().unwrap_or(0);
+        let count = |counts: &BTreeMap<String, usize>| counts.get(name).copied().unwrap_or(0);
         text += &format!("| {name} | {} | {} |\n", count(operators), count(rewritten));
     }
     text += "\n| pass | rewrites | looks for |\n| --- | ---: | --- |\n";

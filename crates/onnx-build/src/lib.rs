@@ -59,7 +59,7 @@ struct Weighted<'a> {
 
 impl<'a> Weighted<'a> {
     /// Returns the weights of a node; none for an operator without weights.
-    fn of(node: &'a Node) -> Option<Self> {
+    fn from_node(node: &'a Node) -> Option<Self> {
         let (name, inputs, filters): (_, &[Argument], _) = match node {
             Node::Conv1d(own) => (&own.name, &own.inputs, true),
             Node::Conv2d(own) => (&own.name, &own.inputs, true),
@@ -138,8 +138,8 @@ impl<'a> Weighted<'a> {
             None => quote! { None },
         };
         match self.filters {
-            true => quote! { &layers::Weights::of_filters(#weight, #bias) },
-            false => quote! { &layers::Weights::of(#weight, #bias) },
+            true => quote! { &layers::Weights::from_filters(#weight, #bias) },
+            false => quote! { &layers::Weights::from_tensors(#weight, #bias) },
         }
     }
 }
@@ -154,11 +154,11 @@ impl OpOverride for Ours {
     }
 
     fn field(&self, node: &Node) -> Result<Option<Field>, ProcessError> {
-        Weighted::of(node).map_or(Ok(None), |own| own.field())
+        Weighted::from_node(node).map_or(Ok(None), |own| own.field())
     }
 
     fn collect_tensors(&self, node: &Node, field: &str) -> Result<Vec<PackTensor>, ProcessError> {
-        Weighted::of(node).map_or(Ok(Vec::new()), |own| own.tensors(field))
+        Weighted::from_node(node).map_or(Ok(Vec::new()), |own| own.tensors(field))
     }
 
     fn forward(
@@ -171,7 +171,7 @@ impl OpOverride for Ours {
         }
         let (name, inputs, outputs) = (node.name(), node.inputs(), node.outputs());
         let (x, out) = (ctx.arg(&inputs[0]), arg_to_ident(&outputs[0]));
-        let weights = Weighted::of(node).map(|own| own.tokens(ctx));
+        let weights = Weighted::from_node(node).map(|own| own.tokens(ctx));
         let value = match node {
             Node::Conv1d(own) => {
                 let pads = match &own.config.padding {
@@ -194,8 +194,8 @@ impl OpOverride for Ours {
                 filters(&x, &weights, stride, &padding, dilation, own.config.groups)
             }
             Node::Linear(own) => {
-                let turned = own.config.transpose_weight;
-                quote! { layers::linear(#x, #weights, #turned) }
+                let transposed = own.config.transpose_weight;
+                quote! { layers::linear(#x, #weights, #transposed) }
             }
             Node::MatMul(_) => {
                 let b = ctx.arg(&inputs[1]);
@@ -204,11 +204,11 @@ impl OpOverride for Ours {
             }
             Node::Gemm(own) => {
                 let b = ctx.arg(&inputs[1]);
-                let turned = |own: TokenStream, is: i64| match is {
+                let transposed = |own: TokenStream, is: i64| match is {
                     0 => own,
                     _ => quote! { #own.transpose() },
                 };
-                let (a, b) = (turned(x, own.config.trans_a), turned(b, own.config.trans_b));
+                let (a, b) = (transposed(x, own.config.trans_a), transposed(b, own.config.trans_b));
                 let c = inputs.get(2).filter(|own| !own.is_optional());
                 let is_tensor = |own: &&Argument| matches!(own.ty, ArgType::Tensor(_));
                 let addend = match c.filter(is_tensor) {

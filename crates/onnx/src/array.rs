@@ -125,7 +125,7 @@ macro_rules! same {
 
 impl Array {
     /// Takes a tensor of Burn.
-    pub(crate) const fn of(tensor: DispatchTensor) -> Self {
+    pub(crate) const fn from_dispatch(tensor: DispatchTensor) -> Self {
         Self::new(tensor, false)
     }
 
@@ -166,12 +166,12 @@ impl Array {
                 Dispatch::bool_from_data(data.convert_dtype(stored), device)
             }
         };
-        Self::of(tensor).reshape(&shape)
+        Self::from_dispatch(tensor).reshape(&shape)
     }
 
     /// Takes a tensor of Burn.
-    pub(crate) fn of_tensor<const D: usize>(tensor: Tensor<D>) -> Self {
-        Self::of(tensor.into_dispatch())
+    pub(crate) fn from_tensor<const D: usize>(tensor: Tensor<D>) -> Self {
+        Self::from_dispatch(tensor.into_dispatch())
     }
 
     /// Returns a tensor of Burn with a fixed rank. Missing dimensions of length 1 come first.
@@ -190,10 +190,10 @@ impl Array {
         let shape = self.shape();
         let order: Vec<usize> = [0].into_iter().chain(2..shape.len()).chain([1]).collect();
         let back: Vec<usize> = [0, shape.len() - 1].into_iter().chain(1..shape.len() - 1).collect();
-        let turned = self.permute(&order);
-        let own = turned.shape();
-        let dense = ops::contiguous(turned.tensor::<4>()).map_err(|why| why.to_string())?;
-        Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
+        let permuted = self.permute(&order);
+        let own = permuted.shape();
+        let dense = ops::contiguous(permuted.tensor::<4>()).map_err(|why| why.to_string())?;
+        Ok(Self::from_tensor(dense).reshape(&own).permute(&back))
     }
 
     pub(crate) fn is_on_host(&self) -> bool {
@@ -261,7 +261,7 @@ impl Array {
     /// Returns 0, 1, … as i64.
     pub(crate) fn arange(to: usize, device: &DispatchDevice) -> Self {
         must_fit(&[to], DType::I64, device);
-        Self::of(Dispatch::int_arange(0..to as i64, device, IntDType::I64))
+        Self::from_dispatch(Dispatch::int_arange(0..to as i64, device, IntDType::I64))
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -364,7 +364,7 @@ impl Array {
     /// Takes `from..to` of a dimension.
     pub(crate) fn narrow(self, axis: usize, from: usize, to: usize) -> Self {
         if let Some(tensor) = ops::narrowed(&self.tensor, axis, from, to) {
-            return Self::of(tensor);
+            return Self::from_dispatch(tensor);
         }
         let ranges: Vec<Slice> = self
             .shape()
@@ -381,7 +381,7 @@ impl Array {
         let all = Self::together(all);
         let own = all[0].kind();
         let all: Vec<_> = all.into_iter().map(Self::into_inner).collect();
-        Self::of(match own {
+        Self::from_dispatch(match own {
             Kind::Float => Dispatch::float_cat(all, axis),
             Kind::Int => Dispatch::int_cat(all, axis),
             Kind::Bool => Dispatch::bool_cat(all, axis),

@@ -169,7 +169,7 @@ fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Opt
             let wrong = (0..want.len()).find(|at| !close(at))?;
             Some(format!("element {wrong} is {}, expected {}", have[wrong], want[wrong]))
         }
-        Tolerance::OfLargest(part) => of_largest(&have, &want, width, part),
+        Tolerance::OfLargest(part) => compare_to_largest(&have, &want, width, part),
     }
 }
 
@@ -185,12 +185,11 @@ fn equal(have: f64, want: f64, within: f64) -> bool {
 }
 
 /// Returns the element that differs most, if by more than a part of the largest number, and the rows whose largest number moved.
-fn of_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<String> {
+fn compare_to_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<String> {
     let most = want.iter().fold(0.0, |most: f64, own| most.max(own.abs()));
     let close = |have: f64, want: f64| equal(have, want, part * most);
     let rows = have.chunks(width).zip(want.chunks(width));
-    let moved = rows
-        .filter(|(have, want)| !close(want[place_of_largest(have)], want[place_of_largest(want)]));
+    let moved = rows.filter(|(have, want)| !close(want[argmax(have)], want[argmax(want)]));
     let moved = moved.count();
     let apart = |at: &usize| {
         if equal(have[*at], want[*at], 0.0) { 0.0 } else { (have[*at] - want[*at]).abs() }
@@ -208,7 +207,7 @@ fn of_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<Str
     ))
 }
 
-fn place_of_largest(row: &[f64]) -> usize {
+fn argmax(row: &[f64]) -> usize {
     (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0)
 }
 
@@ -223,17 +222,19 @@ mod tests {
     #[test]
     fn a_tolerance_is_a_part_of_the_largest_number_and_rows_keep_the_place_of_theirs() {
         let want = rows([1.0, 1.05, 100.0, 3.0]);
-        let of = |have, part| difference(&rows(have), &want, Tolerance::OfLargest(part));
-        assert_eq!(of([1.1, 1.05, 100.0, 3.0], 1e-2), None);
+        let differs = |have, part| difference(&rows(have), &want, Tolerance::OfLargest(part));
+        assert_eq!(differs([1.1, 1.05, 100.0, 3.0], 1e-2), None);
         assert_eq!(
-            of([1.0, 1.05, 98.0, 3.0], 1e-2).unwrap(),
+            differs([1.0, 1.05, 98.0, 3.0], 1e-2).unwrap(),
             "element 2 is 98, expected 100: 2.0e-2 of the largest; 0 of 2 rows are largest elsewhere"
         );
-        assert!(of([f32::NAN, 1.05, 100.0, 3.0], 1e-2).is_some());
+        assert!(differs([f32::NAN, 1.05, 100.0, 3.0], 1e-2).is_some());
         let want = rows([1.0, 10.0, 10.0, 0.0]);
-        let of = |have| difference(&rows(have), &want, Tolerance::OfLargest(0.6));
-        assert_eq!(of([5.0, 6.0, 10.0, 0.0]), None);
-        assert!(of([7.0, 6.0, 10.0, 0.0]).unwrap().ends_with("1 of 2 rows are largest elsewhere"));
+        let differs = |have| difference(&rows(have), &want, Tolerance::OfLargest(0.6));
+        assert_eq!(differs([5.0, 6.0, 10.0, 0.0]), None);
+        assert!(
+            differs([7.0, 6.0, 10.0, 0.0]).unwrap().ends_with("1 of 2 rows are largest elsewhere")
+        );
         let onnx = |have| difference(&rows(have), &want, Tolerance::Onnx);
         assert_eq!(onnx([1.0, 10.005, 10.0, 0.0]), None);
         assert!(onnx([1.0, 10.02, 10.0, 0.0]).is_some());

@@ -11,7 +11,7 @@ use ops::Ctx;
 
 use crate::array::{Array, scalar_of};
 use crate::ops::Packed;
-use crate::ops::fused::WIDE;
+use crate::ops::fused::PADDED_CHANNELS;
 use crate::tensor::Constant;
 
 /// Most elements of a constant that is no weight, but a factor, a mask or a limit.
@@ -40,17 +40,17 @@ struct Key {
     address: usize,
     shape: Vec<usize>,
     dtype: DType,
-    form: Form,
+    layout: Layout,
 }
 
 /// Order of the elements of a constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Form {
+pub(crate) enum Layout {
     Dense,
     /// The second dimension is the last one in memory, as convolutions read their filters.
     ChannelsLast,
-    /// As [`Form::ChannelsLast`], with zeros as further channels.
-    Widened,
+    /// As [`Layout::ChannelsLast`], with zeros as further channels.
+    PaddedChannels,
 }
 
 /// Returns the device of host memory: Burn's own CPU backend.
@@ -63,10 +63,10 @@ pub(crate) const fn has_kernels(device: &DispatchDevice) -> bool {
     matches!(device, DispatchDevice::Cube(_))
 }
 
-/// Returns filters `[filters, channels, …]` with zeros as further channels, [`WIDE`] in all.
-fn widened(filters: Array) -> Array {
+/// Returns filters `[filters, channels, …]` with zeros as further channels, [`PADDED_CHANNELS`] in all.
+fn pad_channels(filters: Array) -> Array {
     let (mut shape, dtype) = (filters.shape(), filters.dtype());
-    shape[1] = WIDE - shape[1];
+    shape[1] = PADDED_CHANNELS - shape[1];
     let zeros = Array::full(&shape, scalar_of(0.0, dtype), dtype, &filters.device());
     Array::concat(vec![filters, zeros], 1)
 }
@@ -125,10 +125,10 @@ impl Devices {
         &self,
         constant: &Constant,
         dtype: DType,
-        form: Form,
+        layout: Layout,
     ) -> Result<Array, String> {
         let shape = constant.shape.clone();
-        let key = Key { address: constant.bytes().as_ptr().addr(), shape, dtype, form };
+        let key = Key { address: constant.bytes().as_ptr().addr(), shape, dtype, layout };
         let mut constants = self.constants.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, array)) = constants.get(&key) {
             return Ok(array.clone());
@@ -146,10 +146,10 @@ impl Devices {
             true => Array::from_constant(data, &self.device),
             false => Array::from_data(data, &self.device).cast(dtype),
         };
-        let array = match form {
-            Form::Dense => array,
-            Form::ChannelsLast => array.channels_last()?,
-            Form::Widened => widened(array).channels_last()?,
+        let array = match layout {
+            Layout::Dense => array,
+            Layout::ChannelsLast => array.channels_last()?,
+            Layout::PaddedChannels => pad_channels(array).channels_last()?,
         };
         if self.keeps {
             constants.insert(key, (constant.clone(), array.clone()));

@@ -22,17 +22,17 @@ const MOST_BYTES: usize = 1 << 20;
 pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
     let nodes = std::mem::take(&mut graph.nodes);
     for mut node in nodes {
-        within(graph, &mut node, opset, host);
+        fold_subgraphs(graph, &mut node, opset, host);
         let types = match node.attributes.values().any(|own| matches!(own, Attribute::Graph(..))) {
-            true => of_parts(&node),
+            true => branch_types(&node),
             false => infer(graph, &node, opset, host),
         };
         for (id, ty) in node.outputs.iter().zip(types) {
             if let Some(id) = id {
-                graph.values[*id].ty.learn(ty);
+                graph.values[*id].ty.refine(ty);
             }
         }
-        if inlined(graph, &node).is_some() || taken(graph, &node).is_some() {
+        if inline_if(graph, &node).is_some() || replace_sequence_at(graph, &node).is_some() {
             continue;
         }
         match constants(graph, &node, opset, host) {
@@ -49,7 +49,7 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
 }
 
 /// Puts a slice in place of an entry of a tensor that is split to a sequence.
-fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
+fn replace_sequence_at(graph: &mut Graph, node: &Node) -> Option<()> {
     if node.op != "SequenceAt" {
         return None;
     }
@@ -122,7 +122,7 @@ fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
 }
 
 /// Puts the nodes of a branch in place of an `If` whose condition is known.
-fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
+fn inline_if(graph: &mut Graph, node: &Node) -> Option<()> {
     let condition = graph.values[node.inputs.first().copied()??].constant.as_ref()?;
     if node.op != "If" {
         return None;
@@ -153,7 +153,7 @@ fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
             Some(data) => graph.values[to].set(data),
             None => {
                 let ty = graph.values[from].ty.clone();
-                graph.values[to].ty.learn(ty);
+                graph.values[to].ty.refine(ty);
                 graph.nodes.push(Node {
                     op: "Identity".to_owned(),
                     inputs: vec![Some(from)],
@@ -168,7 +168,7 @@ fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
 }
 
 /// Folds the graphs of a node, with what is known of the values that they capture.
-fn within(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
+fn fold_subgraphs(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
     let Node { attributes, inputs, .. } = node;
     for own in attributes.values_mut() {
         let Attribute::Graph(part, from) = own else { continue };
@@ -191,32 +191,32 @@ fn infer(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Vec<Typ
         own.known_shape()
             .is_some_and(|shape| fits(&shape, own.dtype.unwrap_or(DType::F32), &host.host).is_err())
     };
-    if let Some(grown) = rules::grown(graph, node).filter(large) {
+    if let Some(grown) = rules::large_result(graph, node).filter(large) {
         return vec![grown];
     }
-    let moved = if rules::moves(&node.op) { by_trial(graph, node, opset, host) } else { None };
+    let moved = if rules::moves(&node.op) { run_on_zeros(graph, node, opset, host) } else { None };
     moved
-        .or_else(|| rules::of_outputs(graph, node))
-        .or_else(|| types::of_outputs(graph, node, opset))
-        .or_else(|| by_trial(graph, node, opset, host))
+        .or_else(|| rules::infer(graph, node))
+        .or_else(|| types::infer(graph, node, opset))
+        .or_else(|| run_on_zeros(graph, node, opset, host))
         .unwrap_or_default()
 }
 
 /// Returns the types that the branches of a node share.
-fn of_parts(node: &Node) -> Vec<Type> {
+fn branch_types(node: &Node) -> Vec<Type> {
     let unknown = vec![Type::default(); node.outputs.len()];
     if node.op != "If" {
         return unknown;
     }
-    let of = |name: &str| match node.attributes.get(name) {
+    let types = |name: &str| match node.attributes.get(name) {
         Some(Attribute::Graph(part, _)) => {
             Some(part.outputs.iter().map(|id| part.values[*id].ty.clone()).collect::<Vec<_>>())
         }
         _ => None,
     };
-    match (of("then_branch"), of("else_branch")) {
+    match (types("then_branch"), types("else_branch")) {
         (Some(then), Some(other)) => {
-            then.iter().zip(&other).map(|(one, other)| one.shared(other)).collect()
+            then.iter().zip(&other).map(|(one, other)| one.intersect(other)).collect()
         }
         _ => unknown,
     }
@@ -224,7 +224,7 @@ fn of_parts(node: &Node) -> Vec<Type> {
 
 /// Returns the outputs of a node that depends on constants only.
 fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Constant>> {
-    if let Some(known) = of_shape(graph, node) {
+    if let Some(known) = shape_constant(graph, node) {
         return Some(vec![Constant::new(known)]);
     }
     let random = ["RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "Dropout"];
@@ -265,7 +265,7 @@ fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opt
 }
 
 /// Returns the types of outputs as a run on zeros gives them, which take no memory where an operator only moves elements.
-fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Type>> {
+fn run_on_zeros(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Type>> {
     const OF_VALUES: [&str; 4] = ["Compress", "NonMaxSuppression", "NonZero", "Unique"];
     if OF_VALUES.contains(&node.op.as_str()) {
         return None;
@@ -296,15 +296,15 @@ fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opti
     let run = operator(node, opset, host).ok()?;
     let inputs = Inputs::new(&all, host);
     let made = crate::run::caught(|| run(&inputs)).ok()?;
-    let of = |own: &Array| {
+    let ty = |own: &Array| {
         let shape = own.shape().into_iter().map(Some).collect();
         Type { dtype: Some(own.dtype()), shape: Some(shape) }
     };
-    Some(made.iter().map(of).collect())
+    Some(made.iter().map(ty).collect())
 }
 
 /// Returns what is known of a shape: `Shape` and `Size`, and `Gather` or `Slice` of dimensions that are known.
-fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
+fn shape_constant(graph: &Graph, node: &Node) -> Option<TensorData> {
     let input = |at: usize| graph.values.get(node.inputs.get(at).copied()??);
     match node.op.as_str() {
         "Size" => {
@@ -317,12 +317,12 @@ fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
             Some(TensorData::new(known, vec![len]))
         }
         "Gather" => {
-            let of = graph
+            let shape = graph
                 .nodes
                 .iter()
                 .rev()
                 .find(|own| own.op == "Shape" && own.outputs.first() == node.inputs.first())?;
-            let all = dimensions(graph, of)?;
+            let all = dimensions(graph, shape)?;
             let which = input(1)?.constant.as_ref()?;
             let at = |own: i64| {
                 let own = if own < 0 { own + all.len() as i64 } else { own };

@@ -25,10 +25,10 @@ pub(crate) struct Frames {
     inputs: Vec<Array>,
     /// Memory of the results, for the thread that computes the first run.
     placed: Option<(ThreadId, Placed)>,
-    by: By,
+    state: State,
 }
 
-enum By {
+enum State {
     /// Launched kernel by kernel; counts the runs so far.
     Launches(usize),
     /// The last run copied nothing: the next one is captured.
@@ -51,15 +51,15 @@ impl Frames {
         let _guard = ops::stream_guard();
         let on = &devices.device;
         let inputs = inputs.into_iter().map(|own| Array::from_data(own, on)).collect();
-        Self { program, devices, inputs, placed: None, by: By::Launches(0) }
+        Self { program, devices, inputs, placed: None, state: State::Launches(0) }
     }
 
     /// Changes an input in place.
     ///
     /// # Errors
     /// The device failed.
-    pub(crate) fn refresh(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
-        if matches!(self.by, By::Graph { .. }) {
+    pub(crate) fn update(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
+        if matches!(self.state, State::Graph { .. }) {
             return self.inputs[at].overwrite(data).map_err(invalid);
         }
         self.inputs[at] = Array::from_data(data, &self.devices.device);
@@ -68,7 +68,7 @@ impl Frames {
 
     /// Returns true if runs are replayed from a graph.
     pub(crate) fn captured(&self) -> bool {
-        matches!(&self.by, By::Graph { graph, .. } if graph.is_hardware())
+        matches!(&self.state, State::Graph { graph, .. } if graph.is_hardware())
     }
 
     /// Runs the program kernel by kernel.
@@ -77,7 +77,7 @@ impl Frames {
     /// [`OnnxError::Node`].
     pub(crate) fn launch(&self) -> Outputs {
         // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
-        let placed = self.placed.as_ref().filter(|(of, _)| *of == thread::current().id());
+        let placed = self.placed.as_ref().filter(|(thread, _)| *thread == thread::current().id());
         let placed = placed.map(|(_, placed)| placed);
         self.program.run_in(&self.devices.ctx, self.inputs.clone(), placed)
     }
@@ -87,8 +87,8 @@ impl Frames {
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn run(&mut self) -> Outputs {
-        match &mut self.by {
-            By::Launches(runs) => {
+        match &mut self.state {
+            State::Launches(runs) => {
                 let runs = *runs;
                 let device = Device::new(self.devices.device.clone());
                 if runs == 0 && self.devices.has_kernels() {
@@ -97,10 +97,10 @@ impl Frames {
                 let before = copies();
                 let made = self.launch();
                 let same = copies() == before && runs < MOST_EAGER && ops::captures(&device);
-                self.by = if same { By::Ready } else { By::Launches(runs + 1) };
+                self.state = if same { State::Ready } else { State::Launches(runs + 1) };
                 made
             }
-            By::Ready => {
+            State::Ready => {
                 let (program, inputs) = (self.program.clone(), self.inputs.clone());
                 let ctx = self.devices.ctx.clone();
                 let placed = self.placed.as_ref().map(|(_, placed)| placed.clone());
@@ -112,12 +112,12 @@ impl Frames {
                 // the inputs belong to these frames, which `&mut` lets one thread use at a time. The graph was captured on the
                 // stream of this thread, and its results are read on it before the next run. Capturing does not run kernels.
                 let made = cloned(unsafe { graph.replay() });
-                self.by = By::Graph { graph, thread: thread::current().id() };
+                self.state = State::Graph { graph, thread: thread::current().id() };
                 made
             }
-            By::Graph { thread, .. } if *thread != thread::current().id() => self.launch(),
+            State::Graph { thread, .. } if *thread != thread::current().id() => self.launch(),
             // SAFETY: as above.
-            By::Graph { graph, .. } => cloned(unsafe { graph.replay() }),
+            State::Graph { graph, .. } => cloned(unsafe { graph.replay() }),
         }
     }
 }
@@ -152,6 +152,6 @@ fn cloned(made: &Outputs) -> Outputs {
 impl Drop for Frames {
     fn drop(&mut self) {
         let _guard = ops::stream_guard();
-        self.by = By::Launches(0);
+        self.state = State::Launches(0);
     }
 }

@@ -84,7 +84,7 @@ impl Type {
     }
 
     /// Takes over what another type knows.
-    pub(crate) fn learn(&mut self, other: Self) {
+    pub(crate) fn refine(&mut self, other: Self) {
         self.dtype = other.dtype.or(self.dtype);
         let Some(mut shape) = other.shape else { return };
         if let Some(own) = self.shape.as_ref().filter(|own| own.len() == shape.len()) {
@@ -136,7 +136,7 @@ impl Type {
     }
 
     /// Returns what is true of both types.
-    pub(crate) fn shared(&self, other: &Self) -> Self {
+    pub(crate) fn intersect(&self, other: &Self) -> Self {
         let shape = match (&self.shape, &other.shape) {
             (Some(own), Some(other)) if own.len() == other.len() => {
                 let both = own.iter().zip(other).map(|(own, other)| own.filter(|_| own == other));
@@ -378,7 +378,7 @@ pub struct ValueType {
 }
 
 impl ValueType {
-    pub(crate) fn of(value: &Value) -> Self {
+    pub(crate) fn from_value(value: &Value) -> Self {
         let length = |(at, len): (usize, &Option<usize>)| match (len, value.symbols.get(at)) {
             (Some(len), _) => len.to_string(),
             (None, Some(Some(name))) => name.clone(),

@@ -12,8 +12,8 @@ use ops::Ctx;
 use crate::array::Array;
 use crate::devices::has_kernels;
 use crate::ops::attention::{Heads, Scoring, as_numbers, attend, joined, split, whole, with_past};
-use crate::ops::fused::{Convolution, Finish, GroupNorm, Norm, Operands, projected};
-use crate::ops::linear::product;
+use crate::ops::fused::{Convolution, GroupNorm, LinearEpilogue, Norm, Operands, project};
+use crate::ops::linear;
 pub use crate::ops::windows::Padding;
 use crate::ops::windows::Windows;
 
@@ -48,19 +48,19 @@ impl<const D: usize> Weights<D> {
     }
 
     /// Takes weights that are computed.
-    pub fn of(weight: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
+    pub fn from_tensors(weight: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
         Self { weight: Param::from_tensor(weight), bias: bias.map(Param::from_tensor) }
     }
 
     /// Takes filters `[filters, channels, …]` that are computed.
-    pub fn of_filters(filters: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
+    pub fn from_filters(filters: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
         let order: Vec<usize> = [0].into_iter().chain(2..D).chain([1]).collect();
-        Self::of(Array::of_tensor(filters).permute(&order).tensor(), bias)
+        Self::from_tensors(Array::from_tensor(filters).permute(&order).tensor(), bias)
     }
 
     fn parts(&self) -> (Array, Option<Array>) {
-        let bias = self.bias.as_ref().map(|own| Array::of_tensor(own.val()));
-        (Array::of_tensor(self.weight.val()), bias)
+        let bias = self.bias.as_ref().map(|own| Array::from_tensor(own.val()));
+        (Array::from_tensor(self.weight.val()), bias)
     }
 }
 
@@ -80,7 +80,7 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
     let Filters { strides, padding, dilations, groups } = filters;
     let ours = has_kernels(&weight.device());
     let own = Convolution {
-        windows: Windows::given(strides, padding, dilations, groups),
+        windows: Windows::new(strides, padding, dilations, groups),
         activation: None,
         last: false,
         doubled: false,
@@ -88,7 +88,7 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
         channels: None,
     };
     let operands = Operands {
-        x: Array::of_tensor(x),
+        x: Array::from_tensor(x),
         weight: weight.permute(&order),
         bias,
         residual: None,
@@ -99,12 +99,12 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
 }
 
 /// Computes `x · weight + bias` for rows of any number of dimensions. The weight is `[inputs, results]`, or `[results, inputs]` with
-/// `turned`.
-pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, turned: bool) -> Tensor<D> {
+/// `transposed`.
+pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, transposed: bool) -> Tensor<D> {
     let (weight, bias) = weights.parts();
-    let weight = if turned { weight.permute(&[1, 0]) } else { weight };
-    let (x, ours) = (Array::of_tensor(x), has_kernels(&weight.device()));
-    made(projected(&context(), ours, x, weight, Finish { bias, ..Finish::default() }))
+    let weight = if transposed { weight.permute(&[1, 0]) } else { weight };
+    let (x, ours) = (Array::from_tensor(x), has_kernels(&weight.device()));
+    made(project(&context(), ours, x, weight, LinearEpilogue { bias, ..LinearEpilogue::default() }))
 }
 
 /// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast.
@@ -112,7 +112,7 @@ pub fn matmul<const L: usize, const R: usize, const O: usize>(
     a: Tensor<L>,
     b: Tensor<R>,
 ) -> Tensor<O> {
-    made(product(&context(), Array::of_tensor(a), Array::of_tensor(b)))
+    made(linear::matmul(&context(), Array::from_tensor(a), Array::from_tensor(b)))
 }
 
 /// Computes `α · a · b + β · c`, where c broadcasts.
@@ -122,17 +122,17 @@ pub fn gemm<const C: usize>(
     c: Option<Tensor<C>>,
     [alpha, beta]: [f64; 2],
 ) -> Tensor<2> {
-    let [a, b] = [Array::of_tensor(a), Array::of_tensor(b)];
+    let [a, b] = [Array::from_tensor(a), Array::from_tensor(b)];
     let (ours, width) = (has_kernels(&b.device()), b.shape()[1]);
-    let c = c.map(Array::of_tensor);
+    let c = c.map(Array::from_tensor);
     let scaled = |own: Array, by: f64| if by == 1.0 { own } else { own.times_number(by) };
     let fits = |own: &Array| alpha == 1.0 && own.shape() == [width];
     let (bias, rest) = match c {
         Some(own) if fits(&own) => (Some(scaled(own, beta)), None),
         rest => (None, rest),
     };
-    let finish = Finish { bias, ..Finish::default() };
-    let product = projected(&context(), ours, a, b, finish).map(|own| scaled(own, alpha));
+    let epilogue = LinearEpilogue { bias, ..LinearEpilogue::default() };
+    let product = project(&context(), ours, a, b, epilogue).map(|own| scaled(own, alpha));
     made(product.map(|own| match rest {
         Some(c) => own.plus(scaled(c, beta)),
         None => own,
@@ -149,7 +149,7 @@ pub fn norm<const D: usize, const W: usize>(
 ) -> Tensor<D> {
     let (weight, bias) = weights.parts();
     let own = Norm { centred, epsilon, ours: has_kernels(&weight.device()) };
-    made(own.run(&context(), Array::of_tensor(x), first, Some(weight), bias))
+    made(own.run(&context(), Array::from_tensor(x), first, Some(weight), bias))
 }
 
 /// Computes a group norm of an image `[batch, channels, …]`.
@@ -161,7 +161,7 @@ pub fn group_norm<const D: usize>(
 ) -> Tensor<D> {
     let (weight, bias) = weights.parts();
     let own = GroupNorm { groups, epsilon, activation: None, ours: has_kernels(&weight.device()) };
-    made(own.run(&context(), Array::of_tensor(x), [Some(weight), bias], None))
+    made(own.run(&context(), Array::from_tensor(x), [Some(weight), bias], None))
 }
 
 /// Computes an instance norm of an image `[batch, channels, …]`.
@@ -195,13 +195,14 @@ pub fn attention<const D: usize>(
     past: Option<[Tensor<4>; 2]>,
     options: AttentionOptions,
 ) -> (Tensor<D>, [Tensor<4>; 2]) {
-    let [q, k, v] = [q, k, v].map(Array::of_tensor);
+    let [q, k, v] = [q, k, v].map(Array::from_tensor);
     let ours = has_kernels(&q.device());
     let run = || {
         let split = |own: Array, heads: usize| if D == 3 { split(own, heads) } else { Ok(own) };
         let [of_q, of_k] = options.heads;
         let q = split(q, of_q)?;
-        let [past_k, past_v] = past.map_or([None, None], |own| own.map(Array::of_tensor).map(Some));
+        let [past_k, past_v] =
+            past.map_or([None, None], |own| own.map(Array::from_tensor).map(Some));
         let before = past_k.as_ref().map_or(0, |own| own.shape()[2]);
         let (k, v) = (with_past(past_k, split(k, of_k)?), with_past(past_v, split(v, of_k)?));
         let mask = mask.map(|own| whole(as_numbers(own.0)?, k.shape()[2])).transpose()?;
@@ -225,13 +226,13 @@ pub struct Mask(Array);
 
 impl<const D: usize> From<Tensor<D>> for Mask {
     fn from(mask: Tensor<D>) -> Self {
-        Self(Array::of_tensor(mask))
+        Self(Array::from_tensor(mask))
     }
 }
 
 impl<const D: usize> From<Tensor<D, burn::tensor::Bool>> for Mask {
     fn from(mask: Tensor<D, burn::tensor::Bool>) -> Self {
-        Self(Array::of(mask.into_dispatch()))
+        Self(Array::from_dispatch(mask.into_dispatch()))
     }
 }
 

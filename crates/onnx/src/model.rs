@@ -129,7 +129,7 @@ impl Model {
     /// [`OnnxError`].
     pub fn run(&self, inputs: Vec<TensorData>) -> Result<Vec<TensorData>, OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = self.frames_of(&mut frames, inputs)?;
+        let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         let made = own.run()?;
         self.read(made)
@@ -142,7 +142,7 @@ impl Model {
     pub fn measure(&self, inputs: Vec<TensorData>, times: usize) -> Result<Speed, OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
         let started = Stopwatch::start();
-        let own = self.frames_of(&mut frames, inputs)?;
+        let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         let device = Device::new(self.devices.device.clone());
         let wait = || device.sync().map_err(|why| invalid(format!("{why:?}")));
@@ -198,7 +198,7 @@ impl Model {
     }
 
     /// Returns the frames of inputs of these shapes, with these inputs.
-    fn frames_of<'a>(
+    fn prepare_frames<'a>(
         &self,
         frames: &'a mut Vec<(Shapes, Frames)>,
         inputs: Vec<TensorData>,
@@ -209,7 +209,7 @@ impl Model {
             Some(at) => {
                 let mut own = frames.remove(at).1;
                 for (at, data) in inputs.into_iter().enumerate() {
-                    own.refresh(at, data)?;
+                    own.update(at, data)?;
                 }
                 own
             }
@@ -231,7 +231,7 @@ impl Model {
     /// [`OnnxError`].
     pub fn launch(&self, inputs: Vec<TensorData>) -> Result<(), OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = self.frames_of(&mut frames, inputs)?;
+        let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         own.launch().map(drop)
     }
@@ -242,7 +242,7 @@ impl Model {
     /// [`OnnxError::Invalid`] for a name in [`Options::keep_f32`] that no node has.
     pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
         let (graph, counts) = self.concrete(shapes)?;
-        Ok((counts, Plan::of(&graph)))
+        Ok((counts, Plan::new(&graph)))
     }
 
     /// Returns the program for inputs of these shapes.
@@ -255,7 +255,7 @@ impl Model {
         let mut graph = self.graph.clone();
         for (id, shape) in self.graph.inputs.iter().zip(shapes) {
             let shape = shape.iter().map(|len| Some(*len)).collect();
-            graph.values[*id].ty.learn(Type { dtype: None, shape: Some(shape) });
+            graph.values[*id].ty.refine(Type { dtype: None, shape: Some(shape) });
         }
         let more = rewrite(&mut graph, self.opset, &self.options.passes);
         let counts =
@@ -282,7 +282,7 @@ pub struct Speed {
 }
 
 fn types(graph: &Graph, ids: &[usize]) -> Vec<ValueType> {
-    ids.iter().map(|id| ValueType::of(&graph.values[*id])).collect()
+    ids.iter().map(|id| ValueType::from_value(&graph.values[*id])).collect()
 }
 
 /// Reads a file, and returns its graph with the version of its operators.
@@ -345,7 +345,7 @@ pub fn inspect(
         rewritten: count(&graph),
         passes,
         unserved,
-        plan: Plan::of(&graph),
+        plan: Plan::new(&graph),
     })
 }
 

@@ -48,7 +48,7 @@ pub(crate) struct Lifetimes {
 
 impl Lifetimes {
     /// Finds the lifetimes of a graph whose shapes are known.
-    pub(crate) fn of(graph: &Graph) -> Self {
+    pub(crate) fn new(graph: &Graph) -> Self {
         // Results that a value may be a view of.
         let mut holds: Vec<Vec<usize>> = vec![Vec::new(); graph.values.len()];
         let mut own = Self::default();
@@ -158,8 +158,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn of(graph: &Graph) -> Self {
-        let lifetimes = Lifetimes::of(graph);
+    pub(crate) fn new(graph: &Graph) -> Self {
+        let lifetimes = Lifetimes::new(graph);
         let bytes = |id: &usize| {
             let ty = &graph.values[*id].ty;
             let count: usize = ty.known_shape()?.iter().product();

@@ -63,13 +63,13 @@ const LOGIC: [&str; 8] =
 const SAME_RANK: [&str; 6] = ["CenterCropPad", "Pad", "Resize", "Slice", "Tile", "Upsample"];
 
 /// Returns the types of a node's outputs; none if there is no rule.
-pub(crate) fn of_outputs(graph: &Graph, node: &Node) -> Option<Vec<Type>> {
+pub(crate) fn infer(graph: &Graph, node: &Node) -> Option<Vec<Type>> {
     let mut types = vec![Type::default(); node.outputs.len()];
-    *types.first_mut()? = first(graph, node)?;
+    *types.first_mut()? = infer_first(graph, node)?;
     Some(types)
 }
 
-fn first(graph: &Graph, node: &Node) -> Option<Type> {
+fn infer_first(graph: &Graph, node: &Node) -> Option<Type> {
     let ty = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??].ty);
     let op = node.op.as_str();
     if LIKE_FIRST.contains(&op) {
@@ -96,7 +96,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let to = int(node, "to").and_then(|to| crate::tensor::dtype(to as i32).ok())?;
             return Some(Type { dtype: Some(to), shape: x.shape.clone() });
         }
-        "MatMul" => product(x.shape.as_ref()?, ty(1)?.shape.as_ref()?)?,
+        "MatMul" => matmul_shape(x.shape.as_ref()?, ty(1)?.shape.as_ref()?)?,
         "Gemm" => {
             let (a, b) = (x.shape.as_ref()?, ty(1)?.shape.as_ref()?);
             let [rows, columns] = [("transA", 0), ("transB", 1)]
@@ -107,7 +107,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let all =
                 (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
             let mut shape = all.first()?.clone();
-            let axis = place(int(node, "axis").unwrap_or(1), shape.len())?;
+            let axis = axis_index(int(node, "axis").unwrap_or(1), shape.len())?;
             for own in &all[1..] {
                 for (at, (have, other)) in shape.iter_mut().zip(own).enumerate() {
                     *have = if at == axis {
@@ -121,7 +121,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
         }
         "Gather" => {
             let (own, indices) = (x.shape.as_ref()?, ty(1)?.shape.as_ref()?);
-            let axis = place(int(node, "axis").unwrap_or(0), own.len())?;
+            let axis = axis_index(int(node, "axis").unwrap_or(0), own.len())?;
             [&own[..axis], indices, &own[axis + 1..]].concat()
         }
         "Range" => {
@@ -137,7 +137,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             match node.attributes.get("perm") {
                 Some(Attribute::Ints(order)) => order
                     .iter()
-                    .map(|at| own.get(place(*at, own.len())?).copied())
+                    .map(|at| own.get(axis_index(*at, own.len())?).copied())
                     .collect::<Option<_>>()?,
                 _ => own.iter().rev().copied().collect(),
             }
@@ -150,8 +150,8 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
         }
         "flashover::Linear" => {
             let mut shape = x.shape.clone()?;
-            let turned = int(node, "transB") == Some(1);
-            *shape.last_mut()? = ty(1)?.shape.as_ref()?[usize::from(!turned)];
+            let transposed = int(node, "transB") == Some(1);
+            *shape.last_mut()? = ty(1)?.shape.as_ref()?[usize::from(!transposed)];
             shape
         }
         "flashover::Int8" => {
@@ -178,7 +178,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let (mut shape, weight) = (x.shape.clone()?, ty(1)?.shape.clone()?);
             shape[1] = weight[0];
             for at in 2..shape.len() {
-                shape[at] = conv(node, at - 2, shape.len() - 2, shape[at], weight[at]);
+                shape[at] = conv_length(node, at - 2, shape.len() - 2, shape[at], weight[at]);
             }
             shape
         }
@@ -194,7 +194,7 @@ fn int(node: &Node, name: &str) -> Option<i64> {
     }
 }
 
-fn place(axis: i64, rank: usize) -> Option<usize> {
+fn axis_index(axis: i64, rank: usize) -> Option<usize> {
     crate::ops::axis(axis, rank).ok()
 }
 
@@ -212,7 +212,7 @@ fn broadcast(shapes: &[Dims]) -> Option<Dims> {
     Some((0..rank).map(dim).collect())
 }
 
-fn product(a: &Dims, b: &Dims) -> Option<Dims> {
+fn matmul_shape(a: &Dims, b: &Dims) -> Option<Dims> {
     if a.len() < 2 || b.len() < 2 {
         return None;
     }
@@ -223,7 +223,7 @@ fn product(a: &Dims, b: &Dims) -> Option<Dims> {
 }
 
 /// Returns the length of a convolution's result in one of `rank` dimensions.
-fn conv(
+fn conv_length(
     node: &Node,
     at: usize,
     rank: usize,
@@ -247,7 +247,7 @@ fn conv(
 
 /// Returns the type of a result that may be much larger than its inputs, and whose lengths are constants. A length may differ a little
 /// from that of a run: the type tells whether one is possible.
-pub(crate) fn grown(graph: &Graph, node: &Node) -> Option<Type> {
+pub(crate) fn large_result(graph: &Graph, node: &Node) -> Option<Type> {
     let value = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??]);
     let numbers = |at: usize| {
         let own = value(at)?.constant.as_ref()?.data();
@@ -306,6 +306,6 @@ pub(crate) fn moves(op: &str) -> bool {
 }
 
 /// Returns the element type of a bool, whatever a device stores.
-pub(crate) fn of_host(dtype: DType) -> DType {
+pub(crate) fn host_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::Bool(_)) { BOOL } else { dtype }
 }

@@ -8,13 +8,13 @@ use burn::tensor::{DType, Device};
 use ops::{Ctx, Placed};
 
 use crate::array::{Array, Kind, Memo, copies, kind};
-use crate::devices::{Devices, Form};
+use crate::devices::{Devices, Layout};
 use crate::error::invalid;
 use crate::graph::{Attribute, Graph, Node, Type, ValueId};
 use crate::limits::fits;
-use crate::ops::fused::{WIDE, is_ours};
+use crate::ops::fused::{PADDED_CHANNELS, is_ours};
 use crate::ops::{Inputs, Run, operator};
-use crate::passes::place;
+use crate::passes::operand;
 use crate::plan::Lifetimes;
 use crate::{Fault, OnnxError};
 
@@ -74,7 +74,7 @@ impl Program {
             inputs: graph.inputs.iter().chain(&graph.captured).copied().collect(),
             outputs: graph.outputs.clone(),
             types: graph.values.iter().map(|value| value.ty.clone()).collect(),
-            lifetimes: Lifetimes::of(graph),
+            lifetimes: Lifetimes::new(graph),
             devices: devices.clone(),
         })
     }
@@ -210,7 +210,7 @@ fn is_conv(node: &Node) -> bool {
     node.op == "Conv" || node.op == "flashover::Conv"
 }
 
-/// Returns the channels of an image that a convolution reads as [`WIDE`] ones, because rows of so few are not read in whole lines;
+/// Returns the channels of an image that a convolution reads as [`PADDED_CHANNELS`] ones, because rows of so few are not read in whole lines;
 /// none for other convolutions.
 fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> {
     let id = node.inputs.get(1).copied().flatten().filter(|_| is_conv(node))?;
@@ -223,12 +223,13 @@ fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> 
         _ => &[],
     };
     // Windows side by side are rows of a product.
-    let beside = ints("strides").iter().copied().eq(kernel.iter().map(|own| *own as i64));
+    let patches = ints("strides").iter().copied().eq(kernel.iter().map(|own| *own as i64));
     let plain = matches!(node.attributes.get("group"), None | Some(Attribute::Int(1)))
-        && node.inputs.get(place::SECOND).copied().flatten().is_none();
+        && node.inputs.get(operand::SECOND).copied().flatten().is_none();
     let ours = devices.has_kernels() && value.ty.dtype.is_some_and(is_ours);
-    let fits = ours && plain && read == 1 && !beside && matches!(kernel.len(), 1 | 2);
-    (fits && *channels < WIDE && !channels.is_multiple_of(4) && *channels > 2).then_some(*channels)
+    let fits = ours && plain && read == 1 && !patches && matches!(kernel.len(), 1 | 2);
+    (fits && *channels < PADDED_CHANNELS && !channels.is_multiple_of(4) && *channels > 2)
+        .then_some(*channels)
 }
 
 /// Returns the constants that are read, on the device.
@@ -241,16 +242,16 @@ fn constants(
     for node in graph.nodes.iter().filter(|node| devices.has_kernels() && is_conv(node)) {
         let Some(id) = node.inputs.get(1).copied().flatten() else { continue };
         let few = few_channels(graph, node, devices).is_some();
-        filters.insert(id, if few { Form::Widened } else { Form::ChannelsLast });
+        filters.insert(id, if few { Layout::PaddedChannels } else { Layout::ChannelsLast });
     }
     let own = |(id, value): (usize, &crate::graph::Value)| {
         let Some(data) = value.constant.as_ref().filter(|_| read[id]) else { return Ok(None) };
         let dtype = value.ty.dtype.unwrap_or(data.dtype);
         let image = (3..=4).contains(&data.shape.len()) && kind(dtype) == Kind::Float;
-        let form = filters.get(&id).filter(|_| image && dtype != DType::F64);
-        let form = form.copied().unwrap_or(Form::Dense);
+        let layout = filters.get(&id).filter(|_| image && dtype != DType::F64);
+        let layout = layout.copied().unwrap_or(Layout::Dense);
         devices
-            .constant(data, dtype, form)
+            .constant(data, dtype, layout)
             .map(Some)
             .map_err(|why| OnnxError::Tensor { name: value.name.clone(), why })
     };

@@ -14,8 +14,8 @@ pub(crate) const BOOL: DType = DType::Bool(BoolStore::Native);
 /// Returns the element type of a number in a file; an error in words for those that are not supported.
 pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     use DataType as T;
-    let of = T::try_from(number).map_err(|_| format!("{number} is no element type"))?;
-    Ok(match of {
+    let data_type = T::try_from(number).map_err(|_| format!("{number} is no element type"))?;
+    Ok(match data_type {
         T::Float => DType::F32,
         T::Double => DType::F64,
         T::Float16 => DType::F16,
@@ -34,9 +34,9 @@ pub(crate) fn dtype(number: i32) -> Result<DType, String> {
 }
 
 /// Returns the number of an element type in a file: the inverse of [`dtype`].
-pub(crate) fn number(of: DType) -> Option<i32> {
-    let of = if matches!(of, DType::Bool(_)) { BOOL } else { of };
-    (1..=16).find(|number| dtype(*number) == Ok(of))
+pub(crate) fn number(element: DType) -> Option<i32> {
+    let element = if matches!(element, DType::Bool(_)) { BOOL } else { element };
+    (1..=16).find(|number| dtype(*number) == Ok(element))
 }
 
 /// Reads a tensor. Data in files stay there.
@@ -138,8 +138,8 @@ impl Constant {
 
 /// Returns the bytes of data in the message, whichever list they are in.
 fn listed(tensor: &TensorProto, dtype: DType) -> Bytes {
-    fn packed<T: Copy, const N: usize>(of: &[T], bytes: impl Fn(T) -> [u8; N]) -> Bytes {
-        of.iter().flat_map(|own| bytes(*own)).collect::<Vec<u8>>().into()
+    fn packed<T: Copy, const N: usize>(values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Bytes {
+        values.iter().flat_map(|own| bytes(*own)).collect::<Vec<u8>>().into()
     }
     if !tensor.raw_data.is_empty() {
         return tensor.raw_data.clone();

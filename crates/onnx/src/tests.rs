@@ -162,12 +162,12 @@ fn a_graph_reads_values_around_it() {
 #[test]
 fn invalid_models_are_refused() {
     let relu = |from: &str, to: &str| node("Relu", &[from], &[to]);
-    let of = |nodes: Vec<NodeProto>| refused(&model(nodes, &["x"], &["y"]));
-    assert!(of(vec![relu("a", "y"), relu("y", "a")]).contains("needs itself"));
-    assert!(of(vec![relu("x", "y"), relu("x", "y")]).contains("two values are named `y`"));
-    assert!(of(vec![relu("z", "y")]).contains("nothing makes `z`, which `Relu of z` reads"));
-    assert!(of(Vec::new()).contains("nothing makes the output `y`"));
-    let unknown = of(vec![
+    let why = |nodes: Vec<NodeProto>| refused(&model(nodes, &["x"], &["y"]));
+    assert!(why(vec![relu("a", "y"), relu("y", "a")]).contains("needs itself"));
+    assert!(why(vec![relu("x", "y"), relu("x", "y")]).contains("two values are named `y`"));
+    assert!(why(vec![relu("z", "y")]).contains("nothing makes `z`, which `Relu of z` reads"));
+    assert!(why(Vec::new()).contains("nothing makes the output `y`"));
+    let unknown = why(vec![
         node("Foo", &["x"], &["a"]),
         node("Foo", &["a"], &["b"]),
         node("Bar", &["b"], &["y"]),

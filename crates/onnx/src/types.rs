@@ -14,7 +14,7 @@ use crate::proto::{
     AttributeProto, Dimension, GraphProto, Length, ModelProto, NodeProto, OperatorSetIdProto,
     TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto,
 };
-use crate::rules::of_host;
+use crate::rules::host_dtype;
 use crate::tensor::{self, Constant};
 
 /// Most elements of a constant that onnx-ir is shown: such tensors hold shapes, axes and factors.
@@ -24,12 +24,12 @@ const SMALL: usize = 1024;
 const WRONG: [&str; 4] = ["CausalConvWithState", "DFT", "Expand", "LinearAttention"];
 
 /// Infers the types of a node's outputs; none if onnx-ir does not know the node.
-pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
+pub(crate) fn infer(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
     // It takes operators of other domains for ones whose results are like their inputs.
     if WRONG.contains(&node.op.as_str()) || node.op.contains("::") {
         return None;
     }
-    let mut types = by_onnx_ir(graph, node, opset)?;
+    let mut types = infer_by_onnx_ir(graph, node, opset)?;
     // It takes automatic padding for none.
     if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME"))
     {
@@ -53,36 +53,36 @@ fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
     }
 }
 
-fn by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
-    let bytes = alone(graph, node, opset)?.encode_to_vec();
+fn infer_by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
+    let bytes = single_node_model(graph, node, opset)?.encode_to_vec();
     // It panics on some nodes that it cannot read.
     let read = catch_unwind(AssertUnwindSafe(|| {
         OnnxGraphBuilder::new().simplify(false).parse_bytes(&bytes)
     }));
     let read = read.ok()?.ok()?;
     let mut made = read.outputs.iter();
-    let of = |id: &Option<ValueId>| {
-        id.and_then(|_| made.next()).map_or_else(Type::default, |own| of_argument(&own.ty))
+    let ty = |id: &Option<ValueId>| {
+        id.and_then(|_| made.next()).map_or_else(Type::default, |own| argument_type(&own.ty))
     };
-    Some(node.outputs.iter().map(of).collect())
+    Some(node.outputs.iter().map(ty).collect())
 }
 
-fn of_argument(own: &ArgType) -> Type {
+fn argument_type(own: &ArgType) -> Type {
     match own {
         ArgType::Shape(rank) => Type { dtype: Some(DType::I64), shape: Some(vec![Some(*rank)]) },
         ArgType::ScalarTensor(dtype) | ArgType::ScalarNative(dtype) => {
-            Type { dtype: Some(of_host(*dtype)), shape: None }
+            Type { dtype: Some(host_dtype(*dtype)), shape: None }
         }
         ArgType::Tensor(own) => {
             let shape = own.static_shape.clone().filter(|shape| shape.len() == own.rank);
             let shape = shape.unwrap_or_else(|| vec![None; own.rank]);
-            Type { dtype: Some(of_host(own.dtype)), shape: Some(shape) }
+            Type { dtype: Some(host_dtype(own.dtype)), shape: Some(shape) }
         }
     }
 }
 
 /// Returns a model of a node alone; none if the type of an input is not known, or if the node runs graphs.
-fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
+fn single_node_model(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
     let (domain, op_type) = node.op.split_once("::").unwrap_or(("", &node.op));
     let mut made = GraphProto { name: "node".to_owned(), ..GraphProto::default() };
     let mut names = Vec::new();
@@ -98,9 +98,9 @@ fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
         match &value.constant {
             _ if known => {}
             Some(data) if data.count() <= SMALL => {
-                made.initializer.push(TensorProto { name: name.clone(), ..of_data(data)? });
+                made.initializer.push(TensorProto { name: name.clone(), ..tensor_proto(data)? });
             }
-            _ => made.input.push(declared(name.clone(), &value.ty)?),
+            _ => made.input.push(value_info(name.clone(), &value.ty)?),
         }
         names.push(name);
     }
@@ -123,7 +123,7 @@ fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
     Some(ModelProto { ir_version: 8, graph: Some(made), opset_import, ..ModelProto::default() })
 }
 
-fn declared(name: String, ty: &Type) -> Option<ValueInfoProto> {
+fn value_info(name: String, ty: &Type) -> Option<ValueInfoProto> {
     let length = |own: &Option<usize>| Dimension {
         value: own.and_then(|own| i64::try_from(own).ok()).map(Length::Number),
     };
@@ -134,7 +134,7 @@ fn declared(name: String, ty: &Type) -> Option<ValueInfoProto> {
     Some(ValueInfoProto { name, r#type })
 }
 
-fn of_data(data: &Constant) -> Option<TensorProto> {
+fn tensor_proto(data: &Constant) -> Option<TensorProto> {
     Some(TensorProto {
         dims: data.shape.iter().map(|own| *own as i64).collect(),
         data_type: tensor::number(data.dtype)?,
@@ -150,7 +150,9 @@ fn attribute((name, value): (&String, &Attribute)) -> Option<AttributeProto> {
         Attribute::Float(f) => AttributeProto { r#type: 1, f: *f, ..own },
         Attribute::Int(i) => AttributeProto { r#type: 2, i: *i, ..own },
         Attribute::Text(text) => AttributeProto { r#type: 3, s: bytes(text), ..own },
-        Attribute::Tensor(data) => AttributeProto { r#type: 4, t: Some(of_data(data)?), ..own },
+        Attribute::Tensor(data) => {
+            AttributeProto { r#type: 4, t: Some(tensor_proto(data)?), ..own }
+        }
         Attribute::Floats(all) => AttributeProto { r#type: 6, floats: all.clone(), ..own },
         Attribute::Ints(all) => AttributeProto { r#type: 7, ints: all.clone(), ..own },
         Attribute::Texts(all) => {

@@ -83,9 +83,9 @@ fn run(
     }
     let (shape, all) = merged(&shape, all);
     let size = |own: &usize| u32::try_from(*own).map_err(|_| OpError::TooLarge(*own));
-    let operand = |of: &CubeTensor, strides: &Vec<usize>| -> Result<PointwiseInput, OpError> {
+    let operand = |tensor: &CubeTensor, strides: &Vec<usize>| -> Result<PointwiseInput, OpError> {
         let strides = strides.iter().map(size).collect::<Result<_, _>>()?;
-        Ok(PointwiseInput { dtype: stored(of.dtype)?, strides })
+        Ok(PointwiseInput { dtype: stored(tensor.dtype)?, strides })
     };
     let problem = PointwiseProblem {
         program: program.clone(),

@@ -137,7 +137,7 @@ impl Kernel for Pointwise {
         for (input, handle) in p.inputs.iter().zip(&operands.inputs) {
             let (reach, line) = (p.reach(input), input.strides.last() == Some(&1) || vector == 1);
             let each = if line { vector } else { 1 };
-            let strides: SequenceArg<u32> = steps(input, each).collect();
+            let strides: SequenceArg<u32> = vector_strides(input, each).collect();
             // SAFETY: the caller passes buffers of the tensors that the problem describes.
             let data = unsafe { BufferArg::from_raw_parts(handle.clone(), reach.div_ceil(each)) };
             let (kind, place) = match (input.dtype == own, line) {
@@ -187,7 +187,7 @@ impl Kernel for Pointwise {
                 BufferArg::from_raw_parts(operands.out.clone(), reach),
                 vectors,
                 lengths.collect::<SequenceArg<FastDivmod<u32>>>(),
-                steps(&p.out, vector).collect::<SequenceArg<u32>>(),
+                vector_strides(&p.out, vector).collect::<SequenceArg<u32>>(),
                 plan,
                 stored(own),
                 stored(other.unwrap_or(own)),
@@ -198,10 +198,10 @@ impl Kernel for Pointwise {
 }
 
 /// Returns the strides of an operand in vectors of `each` elements.
-fn steps(of: &PointwiseInput, each: usize) -> impl Iterator<Item = u32> {
-    let last = of.strides.len() - 1;
+fn vector_strides(operand: &PointwiseInput, each: usize) -> impl Iterator<Item = u32> {
+    let last = operand.strides.len() - 1;
     // Along the innermost dimension a vector follows another, or an element repeats.
-    of.strides.iter().enumerate().map(move |(at, stride)| {
+    operand.strides.iter().enumerate().map(move |(at, stride)| {
         if at == last && each > 1 { *stride } else { stride / each as u32 }
     })
 }

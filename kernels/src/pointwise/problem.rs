@@ -169,8 +169,8 @@ impl PointwiseProblem {
     }
 
     /// Elements from the first one of an operand to the last.
-    pub(super) fn reach(&self, of: &PointwiseInput) -> usize {
-        let last = self.shape.iter().zip(&of.strides);
+    pub(super) fn reach(&self, operand: &PointwiseInput) -> usize {
+        let last = self.shape.iter().zip(&operand.strides);
         last.map(|(len, stride)| (*len as usize - 1) * *stride as usize).sum::<usize>() + 1
     }
 

@@ -30,18 +30,20 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<(Option<String>, TensorDat
     };
     match kind(path) {
         "npy" => {
-            Ok(vec![(None, of_npy(&bytes()?).with_context(|| format!("cannot read {shown}"))?)])
+            Ok(vec![(None, decode_npy(&bytes()?).with_context(|| format!("cannot read {shown}"))?)])
         }
         "pb" => {
             let (name, data) = decode_tensor(&bytes()?)?;
             Ok(vec![((!name.is_empty()).then_some(name), data)])
         }
-        "safetensors" => of_safetensors(&bytes()?).with_context(|| format!("cannot read {shown}")),
+        "safetensors" => {
+            decode_safetensors(&bytes()?).with_context(|| format!("cannot read {shown}"))
+        }
         _ => bail!("{shown} has no known kind of tensors\nhint: {HINT}"),
     }
 }
 
-fn of_npy(bytes: &[u8]) -> anyhow::Result<TensorData> {
+fn decode_npy(bytes: &[u8]) -> anyhow::Result<TensorData> {
     let file = npyz::NpyFile::new(Cursor::new(bytes))?;
     let shape: Vec<usize> = file.shape().iter().map(|own| *own as usize).collect();
     if file.order() == npyz::Order::Fortran && shape.len() > 1 {
@@ -73,7 +75,7 @@ fn of_npy(bytes: &[u8]) -> anyhow::Result<TensorData> {
     })
 }
 
-fn of_safetensors(bytes: &[u8]) -> anyhow::Result<Vec<(Option<String>, TensorData)>> {
+fn decode_safetensors(bytes: &[u8]) -> anyhow::Result<Vec<(Option<String>, TensorData)>> {
     let file = SafeTensors::deserialize(bytes)?;
     let each = |(name, view): (String, TensorView<'_>)| {
         let dtype = match view.dtype() {
@@ -112,17 +114,17 @@ pub(crate) fn encode(
         ),
     };
     match kind(path) {
-        "npy" => to_npy(one()?.1),
+        "npy" => encode_npy(one()?.1),
         "pb" => {
             let (name, data) = one()?;
             Ok(encode_tensor(name, data)?)
         }
-        "safetensors" => to_safetensors(tensors),
+        "safetensors" => encode_safetensors(tensors),
         _ => bail!("{} has no known kind of tensors\nhint: {HINT}", path.display()),
     }
 }
 
-fn to_npy(data: &TensorData) -> anyhow::Result<Vec<u8>> {
+fn encode_npy(data: &TensorData) -> anyhow::Result<Vec<u8>> {
     let shape: Vec<u64> = data.shape().iter().map(|own| *own as u64).collect();
     let mut bytes = Vec::new();
     macro_rules! write {
@@ -152,7 +154,7 @@ fn to_npy(data: &TensorData) -> anyhow::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn to_safetensors(tensors: &BTreeMap<String, TensorData>) -> anyhow::Result<Vec<u8>> {
+fn encode_safetensors(tensors: &BTreeMap<String, TensorData>) -> anyhow::Result<Vec<u8>> {
     let each = |(name, data): (&'_ String, &'_ TensorData)| {
         let dtype = match data.dtype() {
             DType::F64 => Dtype::F64,

@@ -15,7 +15,7 @@ use burn::tensor::{DType, TensorData};
 use ops::{AttentionOptions, Ctx};
 
 use super::fused::is_ours;
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Read, Run};
 use crate::array::{Array, Kind, Order, scalar_of};
 use crate::tensor;
@@ -123,7 +123,7 @@ pub(crate) fn attend(
         };
         let [q, k, v] = [q, k, v].map(Array::tensor::<4>);
         let out = ops::attention(ctx, q, k, v, None, mask.map(Array::tensor), options);
-        return Ok((Array::of_tensor(out.map_err(|why| why.to_string())?), None));
+        return Ok((Array::from_tensor(out.map_err(|why| why.to_string())?), None));
     }
     // Each head of keys for its group of queries.
     let shared = |own: Array| {
@@ -138,7 +138,7 @@ pub(crate) fn attend(
     // Half of the factor on each side, as ONNX has it. The sign stays with q.
     let scaled = |own: Array, by: f64| own.cast(wide).times_number(by);
     let (q, k) = (scaled(q, scale.abs().sqrt() * scale.signum()), scaled(k, scale.abs().sqrt()));
-    let mut scores = product(ctx, q, k.permute(&[0, 1, 3, 2]))?;
+    let mut scores = matmul(ctx, q, k.permute(&[0, 1, 3, 2]))?;
     let mut shown = (scoring.shown == Some(Scores::Plain)).then(|| scores.clone());
     if scoring.softcap > 0.0 {
         let cap = scoring.softcap;
@@ -168,7 +168,7 @@ pub(crate) fn attend(
     }
     let narrow = scoring.precision.filter(|own| own.is_float()).unwrap_or(wide);
     let scores = scores.cast(narrow).cast(wide);
-    let most = Array::of(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
+    let most = Array::from_dispatch(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
     let number = |value: f64| Array::full(&[], scalar_of(value, wide), wide, &device);
     let hidden = most.compared(number(f64::NEG_INFINITY), Order::Equal);
     let shares = super::reduce::shares(scores, 3).narrow(3, 0, columns);
@@ -176,7 +176,7 @@ pub(crate) fn attend(
     if scoring.shown == Some(Scores::Shares) {
         shown = Some(shares.clone());
     }
-    let out = product(ctx, shares, v.cast(wide))?.cast(dtype);
+    let out = matmul(ctx, shares, v.cast(wide))?.cast(dtype);
     Ok((out, shown.map(|own| own.cast(dtype))))
 }
 

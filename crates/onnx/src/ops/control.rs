@@ -2,11 +2,11 @@
 
 use burn::tensor::{DType, TensorData};
 
-use super::{Call, Inputs, Part, Read, Run, axis};
+use super::{Call, Inputs, Read, Run, Subgraph, axis};
 use crate::array::Array;
 
-/// Turns of a loop after which it counts as endless.
-const MAX_TURNS: usize = 1_000_000;
+/// Iterations of a loop after which it counts as endless.
+const MAX_ITERATIONS: usize = 1_000_000;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(match call.op() {
@@ -20,10 +20,11 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-fn run(part: &Part, inputs: &Inputs<'_>, given: Vec<Array>) -> Result<Vec<Array>, String> {
-    let captured = inputs.all[part.captured.clone()].iter().cloned();
+fn run(graph: &Subgraph, inputs: &Inputs<'_>, given: Vec<Array>) -> Result<Vec<Array>, String> {
+    let captured = inputs.all[graph.captured.clone()].iter().cloned();
     let captured = captured.collect::<Option<Vec<_>>>().ok_or("a captured value is missing")?;
-    part.program
+    graph
+        .program
         .run(inputs.ctx, given.into_iter().chain(captured).collect())
         .map_err(|why| why.to_string())
 }
@@ -33,7 +34,7 @@ fn is_true(flag: &Array) -> Result<bool, String> {
 }
 
 fn branch(call: &Call<'_>) -> Result<Run, String> {
-    let (then, other) = (call.part("then_branch")?, call.part("else_branch")?);
+    let (then, other) = (call.subgraph("then_branch")?, call.subgraph("else_branch")?);
     Ok(Box::new(move |inputs| {
         let taken = if is_true(&inputs.get(0)?)? { &then } else { &other };
         run(taken, inputs, Vec::new())
@@ -41,21 +42,21 @@ fn branch(call: &Call<'_>) -> Result<Run, String> {
 }
 
 fn repeat(call: &Call<'_>) -> Result<Run, String> {
-    let body = call.part("body")?;
+    let body = call.subgraph("body")?;
     let carried = call.given().saturating_sub(2);
     Ok(Box::new(move |inputs| {
-        let turns = inputs.maybe(0).map(|own| own.ints()).transpose()?;
-        let turns = turns.and_then(|own| own.first().copied());
+        let iterations = inputs.maybe(0).map(|own| own.ints()).transpose()?;
+        let iterations = iterations.and_then(|own| own.first().copied());
         let mut goes_on = inputs.maybe(1).map_or(Ok(true), |own| is_true(&own))?;
         let mut values: Vec<Array> =
             (0..carried).map(|at| inputs.get(at + 2)).collect::<Result<_, _>>()?;
         let mut collected: Vec<Vec<Array>> = Vec::new();
-        let mut turn = 0;
-        while goes_on && turns.is_none_or(|turns| turn < turns) {
-            if turn as usize == MAX_TURNS {
-                return Err(format!("the loop has not ended after {MAX_TURNS} turns"));
+        let mut iteration = 0;
+        while goes_on && iterations.is_none_or(|iterations| iteration < iterations) {
+            if iteration as usize == MAX_ITERATIONS {
+                return Err(format!("the loop has not ended after {MAX_ITERATIONS} iterations"));
             }
-            let number = TensorData::new(vec![turn], Vec::<usize>::new());
+            let number = TensorData::new(vec![iteration], Vec::<usize>::new());
             let flag = TensorData::new(vec![true], Vec::<usize>::new());
             let mut given =
                 vec![Array::from_data(number, inputs.host), Array::from_data(flag, inputs.host)];
@@ -69,7 +70,7 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
                 }
                 collected[at].push(own);
             }
-            turn += 1;
+            iteration += 1;
         }
         for (at, shape) in body.outputs.iter().skip(1 + carried).enumerate() {
             values.push(match collected.get(at) {
@@ -77,7 +78,7 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
                 None => {
                     let (dtype, shape) = shape
                         .as_ref()
-                        .ok_or("a loop without turns has results of unknown shape")?;
+                        .ok_or("a loop without iterations has results of unknown shape")?;
                     let whole = [&[0][..], shape].concat();
                     Array::from_data(
                         TensorData::from_bytes_vec(Vec::new(), whole, *dtype),
@@ -101,12 +102,13 @@ fn stacked(all: Vec<Array>, at: usize) -> Array {
 }
 
 fn scan(call: &Call<'_>) -> Result<Run, String> {
-    let body = call.part("body")?;
+    let body = call.subgraph("body")?;
     let scanned = call.int("num_scan_inputs").unwrap_or(0) as usize;
     let carried = call.given().checked_sub(scanned).ok_or("it has too few inputs")?;
     let list = |name: &str| call.ints(name).map(<[i64]>::to_vec).unwrap_or_default();
     let (in_axes, out_axes) = (list("scan_input_axes"), list("scan_output_axes"));
-    let (in_turned, out_turned) = (list("scan_input_directions"), list("scan_output_directions"));
+    let (in_reversed, out_reversed) =
+        (list("scan_input_directions"), list("scan_output_directions"));
     Ok(Box::new(move |inputs| {
         let mut values: Vec<Array> =
             (0..carried).map(|at| inputs.get(at)).collect::<Result<_, _>>()?;
@@ -114,13 +116,13 @@ fn scan(call: &Call<'_>) -> Result<Run, String> {
         for at in 0..scanned {
             let x = inputs.get(carried + at)?;
             let along = axis(in_axes.get(at).copied().unwrap_or(0), x.rank())?;
-            sources.push((x, along, in_turned.get(at) == Some(&1)));
+            sources.push((x, along, in_reversed.get(at) == Some(&1)));
         }
-        let turns = sources.first().map_or(0, |(x, along, _)| x.shape()[*along]);
+        let iterations = sources.first().map_or(0, |(x, along, _)| x.shape()[*along]);
         let mut collected: Vec<Vec<Array>> = Vec::new();
-        for turn in 0..turns {
-            let part = |(x, along, turned): &(Array, usize, bool)| {
-                let at = if *turned { turns - 1 - turn } else { turn };
+        for iteration in 0..iterations {
+            let part = |(x, along, reversed): &(Array, usize, bool)| {
+                let at = if *reversed { iterations - 1 - iteration } else { iteration };
                 let mut shape = x.shape();
                 shape.remove(*along);
                 x.clone().narrow(*along, at, at + 1).reshape(&shape)
@@ -136,7 +138,7 @@ fn scan(call: &Call<'_>) -> Result<Run, String> {
             }
         }
         for (at, mut all) in collected.into_iter().enumerate() {
-            if out_turned.get(at) == Some(&1) {
+            if out_reversed.get(at) == Some(&1) {
                 all.reverse();
             }
             let along = axis(out_axes.get(at).copied().unwrap_or(0), all[0].rank() + 1)?;

@@ -16,7 +16,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }
     if call.op() == "Cast" {
         let to = call.int("to").and_then(|to| i32::try_from(to).ok()).unwrap_or(0);
-        return Some(tensor::dtype(to).map(|to| of_one(move |x| x.cast(to))));
+        return Some(tensor::dtype(to).map(|to| one_input(move |x| x.cast(to))));
     }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
     let from = call.int("axis").filter(|_| call.opset < 7 && call.flag("broadcast"));
@@ -42,18 +42,18 @@ fn from_axis(run: Run, from: i64) -> Run {
 }
 
 /// An operator of one input.
-fn of_one(run: impl Fn(Array) -> Array + Send + Sync + 'static) -> Run {
+fn one_input(run: impl Fn(Array) -> Array + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| Ok(vec![run(inputs.get(0)?)]))
 }
 
 fn float(run: fn(DispatchTensor) -> DispatchTensor) -> Run {
-    of_one(move |x| x.float(run))
+    one_input(move |x| x.float(run))
 }
 
 fn unary(call: &Call<'_>) -> Option<Run> {
     let number = |name: &str, usual: f64| call.float(name).unwrap_or(usual);
     Some(match call.op() {
-        "Identity" => of_one(|x| x),
+        "Identity" => one_input(|x| x),
         "Abs" => numeric(Dispatch::float_abs, Dispatch::int_abs),
         "Neg" => numeric(Dispatch::float_neg, Dispatch::int_neg),
         "Sign" => numeric(Dispatch::float_sign, Dispatch::int_sign),
@@ -78,61 +78,61 @@ fn unary(call: &Call<'_>) -> Option<Run> {
         "Tan" => float(Dispatch::float_tan),
         "Tanh" => float(Dispatch::float_tanh),
         "Sigmoid" => float(Dispatch::sigmoid),
-        "Relu" => of_one(|x| x.at_least(0.0)),
+        "Relu" => one_input(|x| x.at_least(0.0)),
         "LeakyRelu" => {
             let alpha = number("alpha", 0.01);
-            of_one(move |x| below_zero(x, |x| x.times_number(alpha)))
+            one_input(move |x| below_zero(x, |x| x.times_number(alpha)))
         }
         "Elu" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| below_zero(x, |x| exp_minus_one(x).times_number(alpha)))
+            one_input(move |x| below_zero(x, |x| exp_minus_one(x).times_number(alpha)))
         }
         "Selu" => {
             let alpha = number("alpha", 1.673_263_192_176_818_8);
             let gamma = number("gamma", 1.050_701_022_148_132_3);
-            of_one(move |x| {
+            one_input(move |x| {
                 below_zero(x, |x| exp_minus_one(x).times_number(alpha)).times_number(gamma)
             })
         }
         "Celu" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| {
+            one_input(move |x| {
                 below_zero(x, |x| exp_minus_one(x.times_number(1.0 / alpha)).times_number(alpha))
             })
         }
-        "Gelu" if call.text("approximate") == Some("tanh") => of_one(gelu_by_tanh),
+        "Gelu" if call.text("approximate") == Some("tanh") => one_input(gelu_by_tanh),
         "Gelu" => float(Dispatch::gelu),
-        "Mish" => of_one(|x| {
+        "Mish" => one_input(|x| {
             let gate = softplus(x.clone()).float(Dispatch::float_tanh);
             x.times(gate)
         }),
-        "Softplus" => of_one(softplus),
-        "Softsign" => of_one(|x| {
+        "Softplus" => one_input(softplus),
+        "Softsign" => one_input(|x| {
             let scale = x.clone().float(Dispatch::float_abs).plus_number(1.0);
             x.over(scale)
         }),
         "Swish" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| {
+            one_input(move |x| {
                 let gate = x.clone().times_number(alpha).float(Dispatch::sigmoid);
                 x.times(gate)
             })
         }
         "HardSigmoid" => {
             let (alpha, beta) = (number("alpha", 0.2), number("beta", 0.5));
-            of_one(move |x| hard_sigmoid(x, alpha, beta))
+            one_input(move |x| hard_sigmoid(x, alpha, beta))
         }
-        "HardSwish" => of_one(|x| x.clone().times(hard_sigmoid(x, 1.0 / 6.0, 0.5))),
+        "HardSwish" => one_input(|x| x.clone().times(hard_sigmoid(x, 1.0 / 6.0, 0.5))),
         "ThresholdedRelu" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| {
+            one_input(move |x| {
                 let keep = x.clone().above(alpha).cast(x.dtype());
                 x.times(keep)
             })
         }
         "Shrink" => {
             let (lambda, bias) = (number("lambd", 0.5), number("bias", 0.0));
-            of_one(move |x| {
+            one_input(move |x| {
                 let dtype = x.dtype();
                 let up = x.clone().above(lambda).cast(dtype);
                 let down = x.clone().times_number(-1.0).above(lambda).cast(dtype);
@@ -140,18 +140,18 @@ fn unary(call: &Call<'_>) -> Option<Run> {
                 above.plus(x.plus_number(bias).times(down))
             })
         }
-        "IsNaN" => of_one(|x| {
+        "IsNaN" => one_input(|x| {
             let stored = bool_dtype(&x.device());
             let (shape, tensor) = (x.shape(), x.into_inner());
-            Array::of(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
+            Array::from_dispatch(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
         }),
         "IsInf" => {
             let both = |name: &str| call.int(name) != Some(0);
             let (negative, positive) = (both("detect_negative"), both("detect_positive"));
-            of_one(move |x| is_inf(x, negative, positive))
+            one_input(move |x| is_inf(x, negative, positive))
         }
-        "Not" => of_one(Array::not),
-        "BitwiseNot" => of_one(|x| x.float(Dispatch::bitwise_not)),
+        "Not" => one_input(Array::not),
+        "BitwiseNot" => one_input(|x| x.float(Dispatch::bitwise_not)),
         "Dropout" => dropout(),
         _ => return None,
     })
@@ -161,7 +161,7 @@ fn numeric(
     of_floats: fn(DispatchTensor) -> DispatchTensor,
     of_ints: fn(DispatchTensor) -> DispatchTensor,
 ) -> Run {
-    of_one(move |x| match x.kind() {
+    one_input(move |x| match x.kind() {
         Kind::Float => x.float(of_floats),
         _ => x.float(of_ints),
     })
@@ -212,8 +212,8 @@ fn gelu_by_tanh(x: Array) -> Array {
 fn is_inf(x: Array, negative: bool, positive: bool) -> Array {
     let stored = bool_dtype(&x.device());
     let shape = x.shape();
-    let infinite =
-        Array::of(Dispatch::float_is_inf(x.clone().into_inner(), stored)).reshape(&shape);
+    let infinite = Array::from_dispatch(Dispatch::float_is_inf(x.clone().into_inner(), stored))
+        .reshape(&shape);
     let above = x.above(0.0);
     match (negative, positive) {
         (true, true) => infinite,
@@ -239,30 +239,30 @@ fn dropout() -> Run {
 }
 
 /// An operator of two inputs that broadcast.
-fn of_two(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
+fn two_inputs(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| Ok(vec![run(inputs.get(0)?, inputs.get(1)?)?]))
 }
 
 fn binary(call: &Call<'_>) -> Option<Run> {
     let order = |by: Order, swap: bool| {
-        of_two(move |a, b| Ok(if swap { b.compared(a, by) } else { a.compared(b, by) }))
+        two_inputs(move |a, b| Ok(if swap { b.compared(a, by) } else { a.compared(b, by) }))
     };
     let logic = |run: fn(DispatchTensor, DispatchTensor) -> DispatchTensor| {
-        of_two(move |a, b| Ok(a.bools(b, run)))
+        two_inputs(move |a, b| Ok(a.bools(b, run)))
     };
     Some(match call.op() {
-        "Add" => of_two(|a, b| Ok(a.plus(b))),
-        "Sub" => of_two(|a, b| Ok(a.minus(b))),
-        "Mul" => of_two(|a, b| Ok(a.times(b))),
-        "Div" => of_two(|a, b| Ok(a.over(b))),
-        "Pow" => of_two(|a, b| Ok(pow(a, b))),
-        "Mod" if call.flag("fmod") => of_two(|a, b| Ok(fmod(a, b))),
+        "Add" => two_inputs(|a, b| Ok(a.plus(b))),
+        "Sub" => two_inputs(|a, b| Ok(a.minus(b))),
+        "Mul" => two_inputs(|a, b| Ok(a.times(b))),
+        "Div" => two_inputs(|a, b| Ok(a.over(b))),
+        "Pow" => two_inputs(|a, b| Ok(pow(a, b))),
+        "Mod" if call.flag("fmod") => two_inputs(|a, b| Ok(fmod(a, b))),
         "Mod" => {
-            of_two(|a, b| Ok(a.numbers(b, Dispatch::float_remainder, Dispatch::int_remainder)))
+            two_inputs(|a, b| Ok(a.numbers(b, Dispatch::float_remainder, Dispatch::int_remainder)))
         }
         "PRelu" => {
             let by_channel = call.opset < 7;
-            of_two(move |x, slope| {
+            two_inputs(move |x, slope| {
                 let above = x.clone().above(0.0);
                 // Until opset 6 a slope was that of a channel.
                 let slope = match slope.count() {
@@ -337,7 +337,7 @@ fn others(call: &Call<'_>) -> Option<Run> {
             let limits = [call.float("min"), call.float("max")];
             Box::new(move |inputs| clip(inputs, limits))
         }
-        "CastLike" => of_two(|x, like| Ok(x.cast(like.dtype()))),
+        "CastLike" => two_inputs(|x, like| Ok(x.cast(like.dtype()))),
         _ => return None,
     })
 }

@@ -9,12 +9,12 @@ use ops::{
 };
 
 use super::attention::{Heads, Scoring, attend};
-use super::linear::product;
+use super::linear::matmul;
 use super::norm::{grouped, normed, scaled};
 use super::windows::{Padding, Windows, convolved};
 use super::{Call, Inputs, Read, axis};
 use crate::array::{Array, scalar_of};
-use crate::passes::place;
+use crate::passes::operand;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     let ours = call.has_kernels();
@@ -33,20 +33,20 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 }
 
 /// Channels of an image of few: a line of 16 bytes, in f16.
-pub(crate) const WIDE: usize = 8;
+pub(crate) const PADDED_CHANNELS: usize = 8;
 
 /// Returns true for element types that our kernels have.
 pub(crate) const fn is_ours(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-fn told(why: OpError) -> String {
+fn text(why: OpError) -> String {
     why.to_string()
 }
 
 fn conv(call: &Call<'_>) -> Result<super::Run, String> {
     let own = Convolution {
-        windows: Windows::of(call)?,
+        windows: Windows::from_call(call)?,
         activation: call.activation(),
         last: call.flag("activation_last"),
         doubled: call.flag("doubled"),
@@ -57,10 +57,10 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
         let operands = Operands {
             x: inputs.get(0)?,
             weight: inputs.get(1)?,
-            bias: inputs.maybe(place::BIAS),
-            residual: inputs.maybe(place::RESIDUAL),
-            each: inputs.maybe(place::IMAGE_BIAS),
-            second: inputs.maybe(place::SECOND),
+            bias: inputs.maybe(operand::BIAS),
+            residual: inputs.maybe(operand::RESIDUAL),
+            each: inputs.maybe(operand::IMAGE_BIAS),
+            second: inputs.maybe(operand::SECOND),
         };
         Ok(vec![own.run(inputs.ctx, operands)?])
     }))
@@ -100,7 +100,7 @@ impl Convolution {
     pub(crate) fn run(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let rank = operands.x.rank();
         if self.ours && is_ours(operands.x.dtype()) && rank == 5 {
-            return self.deep(ctx, operands);
+            return self.conv3d(ctx, operands);
         }
         let Operands { x, weight, bias, residual, each, second } = operands;
         let Self { windows, activation, last, doubled, ours, channels } = self;
@@ -110,12 +110,12 @@ impl Convolution {
                 Some(second) => Array::concat(vec![x, second], 1),
                 None => x,
             };
-            let x = if *doubled { twice(x) } else { x };
+            let x = if *doubled { upsample(x) } else { x };
             let mut out = convolved(x, weight, bias, windows)?;
             if let Some(each) = each {
                 out = out.plus(each);
             }
-            return finished(out, activation, last, None, residual);
+            return apply_epilogue(out, activation, last, None, residual);
         }
         let factor = if *doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
@@ -124,19 +124,20 @@ impl Convolution {
             Some(channels) if *channels != x.shape()[1] => {
                 return Err(format!("the image has {} channels, not {channels}", x.shape()[1]));
             }
-            Some(_) => widened(ctx, &x)?,
+            Some(_) => pad_channels(ctx, &x)?,
             None => x,
         };
-        let few = x.shape()[1] < WIDE && weight.shape()[1] == x.shape()[1];
+        let few = x.shape()[1] < PADDED_CHANNELS && weight.shape()[1] == x.shape()[1];
         if few
             && windows.groups == 1
             && second.is_none()
             && each.is_none()
             && !last
-            && sizes.are_beside(&image)
+            && sizes.are_patches(&image)
         {
-            let finish = Finish { bias, activation, residual, ..Finish::default() };
-            return patches(ctx, &x, weight, finish);
+            let epilogue =
+                LinearEpilogue { bias, activation, residual, ..LinearEpilogue::default() };
+            return patches(ctx, &x, weight, epilogue);
         }
         let point = rank == 4 && image == [1, 1] && weight.shape()[2..] == [1, 1];
         if point && windows.groups == 1 && second.is_none() && each.is_none() && !last {
@@ -151,8 +152,8 @@ impl Convolution {
             };
             let weight = weight.reshape(&[filters, columns]).permute(&[1, 0]).tensor::<2>();
             let x = x.reshape(&[rows, columns]).tensor::<2>();
-            let out = ops::matmul(ctx, x, weight, epilogue).map_err(told)?;
-            return Ok(Array::of_tensor(out).reshape(&[rows, filters, 1, 1]));
+            let out = ops::matmul(ctx, x, weight, epilogue).map_err(text)?;
+            return Ok(Array::from_tensor(out).reshape(&[rows, filters, 1, 1]));
         }
         // In one dimension the height is 1.
         let pair = |own: &[usize], usual: usize| match own {
@@ -193,17 +194,17 @@ impl Convolution {
                 ConvOptions { image_bias: Some(each.tensor()), ..options }
             }
         };
-        let out = Array::of_tensor(ops::conv2d(ctx, x, high(weight), options).map_err(told)?);
+        let out = Array::from_tensor(ops::conv2d(ctx, x, high(weight), options).map_err(text)?);
         let shape = out.shape();
         Ok(if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out })
     }
 
     /// Convolves images `[batch, channels, depth, height, width]`: a sum over the taps of the depth, each a convolution of flat images.
     /// In 16 bits the sum is rounded after each tap.
-    fn deep(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
+    fn conv3d(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let Operands { x, weight, mut bias, .. } = operands;
-        let (own, of) = (x.shape(), weight.shape());
-        let sizes = self.windows.sizes(&own[2..], &of[2..])?;
+        let (own, filter) = (x.shape(), weight.shape());
+        let sizes = self.windows.sizes(&own[2..], &filter[2..])?;
         let (stride, dilation) = (sizes.strides[0], sizes.dilations[0]);
         let zeros = |depth: usize| {
             let shape = [own[0], own[1], depth, own[3], own[4]];
@@ -212,13 +213,13 @@ impl Convolution {
         let parts = vec![zeros(sizes.before[0]), x.clone(), zeros(sizes.after[0])];
         let parts: Vec<Array> = parts.into_iter().filter(|own| own.shape()[2] > 0).collect();
         let x = if parts.len() == 1 { x } else { Array::concat(parts, 2) };
-        let (depth, taps) = (x.shape()[2], of[2]);
+        let (depth, taps) = (x.shape()[2], filter[2]);
         let reach = (taps - 1) * dilation + 1;
         let room = depth.checked_sub(reach).ok_or("the filters are deeper than the image")?;
         let count = room / stride + 1;
         let flat = |own: &[usize]| own[1..].to_vec();
         let pads = [flat(&sizes.before), flat(&sizes.after)].concat();
-        let windows = Windows::given(
+        let windows = Windows::new(
             &sizes.strides[1..],
             Padding::Pads(&pads),
             &sizes.dilations[1..],
@@ -245,7 +246,7 @@ impl Convolution {
                 weight: weight
                     .clone()
                     .narrow(2, tap, tap + 1)
-                    .reshape(&[of[0], of[1], of[3], of[4]]),
+                    .reshape(&[filter[0], filter[1], filter[3], filter[4]]),
                 bias: bias.take(),
                 residual: sum,
                 each: None,
@@ -260,21 +261,21 @@ impl Convolution {
     }
 }
 
-/// Returns an image `[batch, channels, …]` with [`WIDE`] channels, which come last in memory; the further ones are zeros.
+/// Returns an image `[batch, channels, …]` with [`PADDED_CHANNELS`] channels, which come last in memory; the further ones are zeros.
 ///
 /// # Errors
 /// The device failed.
-fn widened(ctx: &Ctx, x: &Array) -> Result<Array, String> {
+fn pad_channels(ctx: &Ctx, x: &Array) -> Result<Array, String> {
     let rank = x.rank();
     let last: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
     let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
     let x = x.clone().permute(&last);
     let mut shape = x.shape();
-    let channels = std::mem::replace(&mut shape[rank - 1], WIDE);
+    let channels = std::mem::replace(&mut shape[rank - 1], PADDED_CHANNELS);
     let wide = Array::full(&shape, scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
     let part = wide.clone().narrow(rank - 1, 0, channels).into_inner();
     let same = Program { inputs: 1, steps: Vec::new() };
-    ops::pointwise_into(ctx, &same, &[x.into_inner()], &part).map_err(told)?;
+    ops::pointwise_into(ctx, &same, &[x.into_inner()], &part).map_err(text)?;
     Ok(wide.permute(&back))
 }
 
@@ -282,9 +283,9 @@ fn widened(ctx: &Ctx, x: &Array) -> Result<Array, String> {
 ///
 /// # Errors
 /// The device failed.
-fn patches(ctx: &Ctx, x: &Array, weight: Array, finish: Finish) -> Result<Array, String> {
-    let (own, of) = (x.shape(), weight.shape());
-    let (kernel, filters) = (&of[2..], of[0]);
+fn patches(ctx: &Ctx, x: &Array, weight: Array, epilogue: LinearEpilogue) -> Result<Array, String> {
+    let (own, filter) = (x.shape(), weight.shape());
+    let (kernel, filters) = (&filter[2..], filter[0]);
     let counts: Vec<usize> = own[2..].iter().zip(kernel).map(|(own, by)| own / by).collect();
     let split = counts.iter().zip(kernel).flat_map(|(count, by)| [*count, *by]);
     let split: Vec<usize> = own[..2].iter().copied().chain(split).collect();
@@ -292,7 +293,7 @@ fn patches(ctx: &Ctx, x: &Array, weight: Array, finish: Finish) -> Result<Array,
     // batch, windows …, pixels of a window …, channels: as filters whose channels come last lie in memory.
     let order = (0..rank).map(|at| 2 + 2 * at).chain((0..rank).map(|at| 3 + 2 * at));
     let order: Vec<usize> = [0].into_iter().chain(order).chain([1]).collect();
-    let k = of[1..].iter().product();
+    let k = filter[1..].iter().product();
     let rows = x
         .clone()
         .reshape(&split)
@@ -304,8 +305,8 @@ fn patches(ctx: &Ctx, x: &Array, weight: Array, finish: Finish) -> Result<Array,
         let shape = own.shape();
         own.permute(&last).reshape(&[shape.iter().product::<usize>() / filters, filters])
     };
-    let finish = Finish { residual: finish.residual.map(flat), ..finish };
-    let out = projected(ctx, true, rows, weight, finish)?;
+    let epilogue = LinearEpilogue { residual: epilogue.residual.map(flat), ..epilogue };
+    let out = project(ctx, true, rows, weight, epilogue)?;
     let shape: Vec<usize> = [own[0]].into_iter().chain(counts).chain([filters]).collect();
     let back: Vec<usize> = [0, rank + 1].into_iter().chain(1..=rank).collect();
     Ok(out.reshape(&shape).permute(&back))
@@ -328,8 +329,8 @@ pub(super) fn mean_of_pixels(ctx: &Ctx, ours: bool, x: &Array) -> Result<Option<
     let ones = Array::from_data(ones, &x.device());
     // The sum may be too large for f16.
     let epilogue = Epilogue { out: Some(FloatDType::F32), ..Epilogue::default() };
-    let sum = ops::matmul(ctx, ones.tensor::<4>(), rows.tensor::<4>(), epilogue).map_err(told)?;
-    let mean = Array::of_tensor(sum).times_number(1.0 / pixels as f64).cast(dtype);
+    let sum = ops::matmul(ctx, ones.tensor::<4>(), rows.tensor::<4>(), epilogue).map_err(text)?;
+    let mean = Array::from_tensor(sum).times_number(1.0 / pixels as f64).cast(dtype);
     Ok(Some(mean.reshape(&[batch, channels])))
 }
 
@@ -339,7 +340,7 @@ pub(super) fn vector(own: Array) -> burn::tensor::Tensor<1> {
 }
 
 /// Repeats each pixel in both directions.
-fn twice(x: Array) -> Array {
+fn upsample(x: Array) -> Array {
     let own = x.shape();
     let [batch, channels, height, width] = [own[0], own[1], own[2], own[3]];
     x.reshape(&[batch, channels, height, 1, width, 1])
@@ -348,7 +349,7 @@ fn twice(x: Array) -> Array {
 }
 
 /// Applies an epilogue by Burn's operations.
-fn finished(
+fn apply_epilogue(
     sum: Array,
     activation: Option<Activation>,
     last: bool,
@@ -368,25 +369,26 @@ fn finished(
 pub(super) fn activated(x: Array, activation: Option<Activation>) -> Result<Array, String> {
     let Some(activation) = activation else { return Ok(x) };
     let shape = x.shape();
-    let out = ops::activate(vector(x), activation, None).map_err(told)?;
-    Ok(Array::of_tensor(out).reshape(&shape))
+    let out = ops::activate(vector(x), activation, None).map_err(text)?;
+    Ok(Array::from_tensor(out).reshape(&shape))
 }
 
 fn linear(call: &Call<'_>) -> super::Run {
-    let (activation, turned, ours) = (call.activation(), call.flag("transB"), call.has_kernels());
+    let (activation, transposed, ours) =
+        (call.activation(), call.flag("transB"), call.has_kernels());
     Box::new(move |inputs| {
         let (x, weight) = (inputs.get(0)?, inputs.get(1)?);
-        let weight = if turned { weight.permute(&[1, 0]) } else { weight };
+        let weight = if transposed { weight.permute(&[1, 0]) } else { weight };
         let [bias, residual, gate] =
-            [place::BIAS, place::RESIDUAL, place::GATE].map(|at| inputs.maybe(at));
-        let finish = Finish { bias, activation, gate, residual };
-        Ok(vec![projected(inputs.ctx, ours, x, weight, finish)?])
+            [operand::BIAS, operand::RESIDUAL, operand::GATE].map(|at| inputs.maybe(at));
+        let epilogue = LinearEpilogue { bias, activation, gate, residual };
+        Ok(vec![project(inputs.ctx, ours, x, weight, epilogue)?])
     })
 }
 
 /// End of a product: `activation(sum + bias) · gate + residual`.
 #[derive(Default)]
-pub(crate) struct Finish {
+pub(crate) struct LinearEpilogue {
     pub(crate) bias: Option<Array>,
     pub(crate) activation: Option<Activation>,
     pub(crate) gate: Option<Array>,
@@ -397,24 +399,24 @@ pub(crate) struct Finish {
 ///
 /// # Errors
 /// The device failed.
-pub(crate) fn projected(
+pub(crate) fn project(
     ctx: &Ctx,
     ours: bool,
     x: Array,
     weight: Array,
-    finish: Finish,
+    epilogue: LinearEpilogue,
 ) -> Result<Array, String> {
-    let Finish { bias, activation, gate, residual } = finish;
+    let LinearEpilogue { bias, activation, gate, residual } = epilogue;
     let (mut shape, width) = (x.shape(), weight.shape()[1]);
     let k = shape.pop().ok_or("x has no dimensions")?;
     let rows: usize = shape.iter().product();
     shape.push(width);
     if !ours || !is_ours(x.dtype()) {
-        let mut out = product(ctx, x, weight)?;
+        let mut out = matmul(ctx, x, weight)?;
         if let Some(bias) = bias {
             out = out.plus(bias.reshape(&[width]));
         }
-        return finished(out, activation, false, gate, residual);
+        return apply_epilogue(out, activation, false, gate, residual);
     }
     // Rows in the order in which they lie: a transposed x is not copied, and the result is transposed as it is.
     let order = x.order();
@@ -431,10 +433,10 @@ pub(crate) fn projected(
         ..Epilogue::default()
     };
     let x = x.reshape(&[rows, k]).tensor::<2>();
-    let out = ops::matmul(ctx, x, weight.tensor::<2>(), epilogue).map_err(told)?;
+    let out = ops::matmul(ctx, x, weight.tensor::<2>(), epilogue).map_err(text)?;
     let mut back = vec![0; order.len()];
     order.iter().enumerate().for_each(|(to, from)| back[*from] = to);
-    Ok(Array::of_tensor(out).reshape(&out_shape).permute(&back))
+    Ok(Array::from_tensor(out).reshape(&out_shape).permute(&back))
 }
 
 fn group_norm(call: &Call<'_>) -> super::Run {
@@ -498,7 +500,7 @@ impl GroupNorm {
         let mut shape = x.shape();
         shape.resize(4, 1);
         let out = ops::group_norm(ctx, x.clone().reshape(&shape).tensor(), options);
-        Ok(Array::of_tensor(out.map_err(told)?)
+        Ok(Array::from_tensor(out.map_err(text)?)
             .reshape(&[&shape[..1], &[channels], &x.shape()[2..]].concat()))
     }
 }
@@ -551,8 +553,8 @@ impl Norm {
         let weights = NormWeights { weight: vector(factor), bias: bias.map(vector) };
         let kind = if self.centred { NormKind::Layer } else { NormKind::Rms };
         let x = x.reshape(&[rows, width]).tensor::<2>();
-        let out = ops::norm(ctx, x, weights, None, kind, self.epsilon as f32).map_err(told)?;
-        Ok(Array::of_tensor(out).reshape(&shape))
+        let out = ops::norm(ctx, x, weights, None, kind, self.epsilon as f32).map_err(text)?;
+        Ok(Array::from_tensor(out).reshape(&shape))
     }
 }
 

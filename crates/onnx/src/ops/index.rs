@@ -15,16 +15,16 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
                 let at = axis(at, x.rank())?;
-                let (own, of) = (x.shape(), indices.shape());
+                let (own, index_shape) = (x.shape(), indices.shape());
                 // A single entry is a view.
                 if indices.count() == 1 && indices.is_known() {
                     let place = axis(indices.ints()?[0], own[at])?;
-                    let shape = [&own[..at], &of[..], &own[at + 1..]].concat();
+                    let shape = [&own[..at], &index_shape[..], &own[at + 1..]].concat();
                     return Ok(vec![x.narrow(at, place, place + 1).reshape(&shape)]);
                 }
                 let indices = from_start(indices, own[at]);
                 let flat = indices.clone().reshape(&[indices.count()]).on(&x.device());
-                let shape = [&own[..at], &of[..], &own[at + 1..]].concat();
+                let shape = [&own[..at], &index_shape[..], &own[at + 1..]].concat();
                 Ok(vec![x.select(at, flat).reshape(&shape)])
             })
         }
@@ -33,11 +33,11 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
                 let at = axis(at, x.rank())?;
-                let (own, of) = (x.shape(), indices.shape());
+                let (own, index_shape) = (x.shape(), indices.shape());
                 let indices = from_start(indices, own[at]).on(&x.device());
                 // Other dimensions of the indices may be shorter.
                 let mut x = x;
-                for (dim, len) in of.iter().enumerate().filter(|(dim, _)| *dim != at) {
+                for (dim, len) in index_shape.iter().enumerate().filter(|(dim, _)| *dim != at) {
                     x = x.narrow(dim, 0, *len);
                 }
                 Ok(vec![x.gather(at, indices)])
@@ -137,8 +137,8 @@ fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
 
 /// Returns the place in a flat tensor that each row of indices names, and the elements of each.
 fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), String> {
-    let of = indices.shape();
-    let depth = *of.last().ok_or("the indices have no dimension")?;
+    let index_shape = indices.shape();
+    let depth = *index_shape.last().ok_or("the indices have no dimension")?;
     if depth > shape.len() {
         return Err(format!("{depth} indices for a tensor of rank {}", shape.len()));
     }
@@ -157,9 +157,9 @@ fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), St
 
 fn gather_nd(inputs: &Inputs<'_>, batch: usize) -> Result<Vec<Array>, String> {
     let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
-    let (own, of) = (x.shape(), indices.shape());
-    let depth = *of.last().ok_or("the indices have no dimension")?;
-    let shape = [&of[..of.len() - 1], &own[batch + depth..]].concat();
+    let (own, index_shape) = (x.shape(), indices.shape());
+    let depth = *index_shape.last().ok_or("the indices have no dimension")?;
+    let shape = [&index_shape[..index_shape.len() - 1], &own[batch + depth..]].concat();
     let batches: usize = own[..batch].iter().product();
     let (places, block) = flat_places(&own[batch..], &indices)?;
     let each = places.len() / batches.max(1);
@@ -183,15 +183,15 @@ fn scatter_elements(
     let (x, indices, updates) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
     let own = x.shape();
     let at = axis(at, own.len())?;
-    let of = indices.shape();
+    let index_shape = indices.shape();
     let all = from_start(indices, own[at]).ints()?;
     // Each index names a whole place, in the order of the updates.
     let mut places = Vec::with_capacity(all.len());
     for (number, index) in all.iter().enumerate() {
         let (mut rest, mut place, mut step) = (number, 0, 1);
         for dim in (0..own.len()).rev() {
-            let own_index = if dim == at { *index as usize } else { rest % of[dim] };
-            rest /= of[dim];
+            let own_index = if dim == at { *index as usize } else { rest % index_shape[dim] };
+            rest /= index_shape[dim];
             place += own_index * step;
             step *= own[dim];
         }
@@ -239,7 +239,7 @@ fn scattered(
     let places = Array::from_data(TensorData::new(places, [rows, 1]), &x.device()).into_inner();
     let is_float = x.kind() == Kind::Float;
     let (x, updates) = (x.into_inner(), updates.into_inner());
-    let out = Array::of(match is_float {
+    let out = Array::from_dispatch(match is_float {
         true => Dispatch::float_scatter_nd(x, places, updates, by),
         false => Dispatch::int_scatter_nd(x, places, updates, by),
     });

@@ -13,27 +13,27 @@ use burn::tensor::{DType, TensorData};
 use ops::WeightFormat;
 use ops::checkpoint::Encoded;
 
-use super::microsoft::packed::{Packed, multiplied};
+use super::microsoft::packed::{Packed, packed_matmul};
 use super::quant::shifted;
 use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
-    (call.op() == "flashover::Int8").then(|| product(call))
+    (call.op() == "flashover::Int8").then(|| matmul(call))
 }
 
 /// Depth of a product of integers that is exact in f32: 512 · 255 · 128 < 2^24.
 const EXACT: usize = 512;
 
-fn product(call: &Call<'_>) -> Result<Run, String> {
+fn matmul(call: &Call<'_>) -> Result<Run, String> {
     let codes = call.tensor("codes").ok_or("it has no codes")?;
     let scales = call.tensor("scales").ok_or("it has no scales")?;
     let number = call.int("number").ok_or("it has no number")?;
-    let (turned, whole) = (call.flag("turned"), call.flag("integer"));
+    let (transposed, whole) = (call.flag("transposed"), call.flag("integer"));
     let [rows, columns] = codes.shape().to_vec()[..] else {
         return Err("its codes are no matrix".to_owned());
     };
-    let [n, k] = if turned { [rows, columns] } else { [columns, rows] };
+    let [n, k] = if transposed { [rows, columns] } else { [columns, rows] };
     if ![1, n].contains(&scales.num_elements()) {
         return Err(format!("it has {} scales for {n} columns", scales.num_elements()));
     }
@@ -42,11 +42,11 @@ fn product(call: &Call<'_>) -> Result<Run, String> {
     let multiply = move |inputs: &Inputs<'_>, from: usize, x: Array| {
         let depth = *x.shape().last().unwrap_or(&0);
         let matrix = devices.packed((number, from, x.dtype()), || {
-            let own = Matrix::new(&codes, &scales, turned, from..from + depth);
+            let own = Matrix::new(&codes, &scales, transposed, from..from + depth);
             Packed::new(&devices, x.dtype(), [n, depth], || Some(own.encoded()), || own.decoded())
         })?;
         let (ours, bias) = (devices.has_kernels(), inputs.maybe(2));
-        multiplied(inputs.ctx, ours, matrix, x, [n, depth], bias)
+        packed_matmul(inputs.ctx, ours, matrix, x, [n, depth], bias)
     };
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
@@ -76,11 +76,11 @@ struct Matrix {
 }
 
 impl Matrix {
-    /// Takes a part of K of codes `[k, n]`, or `[n, k]` if they are turned.
-    fn new(codes: &TensorData, scales: &TensorData, turned: bool, part: Range<usize>) -> Self {
+    /// Takes a part of K of codes `[k, n]`, or `[n, k]` if they are transposed.
+    fn new(codes: &TensorData, scales: &TensorData, transposed: bool, part: Range<usize>) -> Self {
         let (bytes, columns) = (codes.as_bytes(), codes.shape()[1]);
-        let n = codes.shape()[usize::from(!turned)];
-        let place = |n: usize, k: usize| if turned { n * columns + k } else { k * columns + n };
+        let n = codes.shape()[usize::from(!transposed)];
+        let place = |n: usize, k: usize| if transposed { n * columns + k } else { k * columns + n };
         let each = (0..n).flat_map(|n| part.clone().map(move |k| (n, k)));
         let codes = each.map(|(n, k)| bytes[place(n, k)]).collect();
         let scales: Vec<f32> = scales.iter().collect();

@@ -13,18 +13,18 @@ use crate::array::{Array, Kind, broadcast};
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(Ok(match call.op() {
         "MatMul" => {
-            Box::new(|inputs| Ok(vec![product(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?]))
+            Box::new(|inputs| Ok(vec![matmul(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?]))
         }
         "Gemm" => {
             let (alpha, beta) =
                 (call.float("alpha").unwrap_or(1.0), call.float("beta").unwrap_or(1.0));
-            let turned = [call.flag("transA"), call.flag("transB")];
+            let transposed = [call.flag("transA"), call.flag("transB")];
             Box::new(move |inputs| {
                 let [a, b] = [0, 1].map(|at| {
                     let own = inputs.get(at)?;
-                    Ok::<_, String>(if turned[at] { own.permute(&[1, 0]) } else { own })
+                    Ok::<_, String>(if transposed[at] { own.permute(&[1, 0]) } else { own })
                 });
-                let out = product(inputs.ctx, a?, b?)?;
+                let out = matmul(inputs.ctx, a?, b?)?;
                 let out = if alpha == 1.0 { out } else { out.times_number(alpha) };
                 Ok(vec![match inputs.maybe(2) {
                     None => out,
@@ -50,7 +50,7 @@ fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
     if !plain || !here || !is_ours(a.dtype()) {
         return Ok(None);
     }
-    let told = |why: OpError| why.to_string();
+    let text = |why: OpError| why.to_string();
     let (a, b) = (a.clone(), b.clone());
     if ranks[1] == 2 && ranks[0] > 2 {
         // One matrix for all rows.
@@ -59,18 +59,18 @@ fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
         let rows = shape.iter().product();
         shape.push(width);
         let a = a.reshape(&[rows, k]).tensor::<2>();
-        let out = ops::matmul(ctx, a, b.tensor::<2>(), Epilogue::default()).map_err(told)?;
-        return Ok(Some(Array::of_tensor(out).reshape(&shape)));
+        let out = ops::matmul(ctx, a, b.tensor::<2>(), Epilogue::default()).map_err(text)?;
+        return Ok(Some(Array::from_tensor(out).reshape(&shape)));
     }
     let out = ops::matmul(ctx, a.tensor::<4>(), b.tensor::<4>(), Epilogue::default());
-    let out = Array::of_tensor(out.map_err(told)?);
+    let out = Array::from_tensor(out.map_err(text)?);
     let shape = out.shape()[4 - ranks[0].max(ranks[1])..].to_vec();
     Ok(Some(out.reshape(&shape)))
 }
 
 /// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast. On a device with our kernels they do it: Burn
 /// rounds f32 to tf32.
-pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
+pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if let Some(made) = by_kernel(ctx, &a, &b)? {
         return Ok(made);
     }
@@ -81,7 +81,7 @@ pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if of_a.len() > 2 && of_b.len() == 2 && of_a.last() == of_b.first() {
         // One matrix for all rows: one product, not one for each of the batch.
         let k = of_a.pop().unwrap_or(0);
-        let rows = product(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
+        let rows = matmul(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
         of_a.push(of_b[1]);
         return Ok(rows.reshape(&of_a));
     }
@@ -106,7 +106,7 @@ pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     let [a, b] = [a.reshape(&padded(batch_a, matrix_a)), b.reshape(&padded(batch_b, matrix_b))];
     let is_float = a.kind() == Kind::Float;
     let (lhs, rhs) = (a.into_inner(), b.into_inner());
-    let out = Array::of(match is_float {
+    let out = Array::from_dispatch(match is_float {
         true => Dispatch::float_matmul(lhs, rhs),
         false => Dispatch::int_matmul(lhs, rhs),
     });
@@ -159,7 +159,7 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
         let own = diagonal(array, labels)?;
         let joined = match result {
             None => own,
-            Some(before) => multiplied(before, own)?,
+            Some(before) => multiply(before, own)?,
         };
         // Labels that nothing later reads are summed now.
         let later = rest(at + 1);
@@ -198,17 +198,17 @@ fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), Str
 }
 
 /// Multiplies elements, with all labels of both.
-fn multiplied(
+fn multiply(
     (a, of_a): (Array, Vec<char>),
     (b, of_b): (Array, Vec<char>),
 ) -> Result<(Array, Vec<char>), String> {
     let mut labels = of_a.clone();
     labels.extend(of_b.iter().filter(|own| !of_a.contains(own)));
-    let spread = |own: Array, of: &[char]| {
+    let spread = |own: Array, have: &[char]| {
         let (shape, mut order) = (own.shape(), Vec::new());
         let mut to = Vec::new();
         for label in &labels {
-            match of.iter().position(|have| have == label) {
+            match have.iter().position(|own| own == label) {
                 Some(at) => {
                     order.push(at);
                     to.push(shape[at]);
@@ -235,7 +235,7 @@ fn summed((array, labels): (Array, Vec<char>), keeps: &dyn Fn(char) -> bool) -> 
     }
     let kept: Vec<usize> = (0..labels.len()).filter(|at| keeps(labels[*at])).collect();
     let shape: Vec<usize> = kept.iter().map(|at| shape[*at]).collect();
-    (Array::of(tensor).reshape(&shape), kept.iter().map(|at| labels[*at]).collect())
+    (Array::from_dispatch(tensor).reshape(&shape), kept.iter().map(|at| labels[*at]).collect())
 }
 
 /// Determinants of matrices, by elimination in f64 on the host.
@@ -246,7 +246,7 @@ fn determinant(x: &Array) -> Result<Array, String> {
         return Err("a matrix is not square".to_owned());
     }
     let all = x.floats()?;
-    let of = |matrix: &[f64]| {
+    let determinant = |matrix: &[f64]| {
         let mut m = matrix.to_vec();
         let mut value = 1.0;
         for at in 0..rows {
@@ -270,7 +270,7 @@ fn determinant(x: &Array) -> Result<Array, String> {
         }
         value
     };
-    let values: Vec<f64> = all.chunks(rows * rows).map(of).collect();
+    let values: Vec<f64> = all.chunks(rows * rows).map(determinant).collect();
     let shape = own[..own.len() - 2].to_vec();
     let data = burn::tensor::TensorData::new(values, shape).convert_dtype(match x.dtype() {
         DType::F64 => DType::F64,

@@ -23,7 +23,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     Some(Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let logs = match of_scores {
-            true => Array::of(Dispatch::log_softmax(x.into_inner(), 1)),
+            true => Array::from_dispatch(Dispatch::log_softmax(x.into_inner(), 1)),
             false => x,
         };
         let loss = loss(inputs, logs.clone(), by, ignored)?;

@@ -84,7 +84,7 @@ pub(crate) struct Call<'a> {
 }
 
 /// A graph that an operator runs.
-pub(crate) struct Part {
+pub(crate) struct Subgraph {
     pub(crate) program: Program,
     /// Places of its captured values in the inputs.
     pub(crate) captured: Range<usize>,
@@ -177,7 +177,7 @@ impl<'a> Call<'a> {
     ///
     /// # Errors
     /// It is missing, or has nodes that cannot run.
-    pub(crate) fn part(&self, name: &str) -> Result<Part, String> {
+    pub(crate) fn subgraph(&self, name: &str) -> Result<Subgraph, String> {
         let Some(Attribute::Graph(graph, from)) = self.node.attributes.get(name) else {
             return Err(format!("it has no {name}"));
         };
@@ -186,7 +186,7 @@ impl<'a> Call<'a> {
             let ty = &graph.values[*id].ty;
             Some((ty.dtype?, ty.known_shape()?))
         };
-        Ok(Part {
+        Ok(Subgraph {
             program: program.map_err(|why| why.to_string())?,
             captured: *from..from + graph.captured.len(),
             outputs: graph.outputs.iter().map(declared).collect(),

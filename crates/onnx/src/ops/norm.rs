@@ -51,7 +51,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let x = inputs.get(0)?;
                 let at = axis(at, x.rank())?;
-                let sum = |own: Array| Array::of(Dispatch::float_sum_dim(own.into_inner(), at));
+                let sum = |own: Array| {
+                    Array::from_dispatch(Dispatch::float_sum_dim(own.into_inner(), at))
+                };
                 let size = match p {
                     1 => sum(x.clone().float(Dispatch::float_abs)),
                     2 => sum(x.clone().times(x.clone())).float(Dispatch::float_sqrt),
@@ -85,11 +87,14 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let window = |at: usize| {
                     let (from, to) = (at.saturating_sub(before), (at + after + 1).min(channels));
                     let part = squares.clone().narrow(1, from, to);
-                    Array::of(Dispatch::float_sum_dim(part.into_inner(), 1))
+                    Array::from_dispatch(Dispatch::float_sum_dim(part.into_inner(), 1))
                 };
                 let sums = Array::concat((0..channels).map(window).collect(), 1);
                 let scale = sums.times_number(alpha / size as f64).plus_number(bias);
-                let scale = Array::of(Dispatch::float_powf_scalar(scale.into_inner(), beta.into()));
+                let scale = Array::from_dispatch(Dispatch::float_powf_scalar(
+                    scale.into_inner(),
+                    beta.into(),
+                ));
                 Ok(vec![x.over(scale)])
             })
         }
@@ -142,7 +147,7 @@ fn wide(dtype: DType) -> DType {
 
 fn mean_of(mut x: Array, axes: &[usize]) -> Array {
     for at in axes {
-        x = Array::of(Dispatch::float_mean_dim(x.into_inner(), *at));
+        x = Array::from_dispatch(Dispatch::float_mean_dim(x.into_inner(), *at));
     }
     x
 }

@@ -77,7 +77,7 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
         _ => data.iter::<i64>().map(i128::from).collect(),
     };
     let width = values.len().checked_div(len).unwrap_or(0);
-    let line = |of: usize| &values[of * width..(of + 1) * width];
+    let line = |row: usize| &values[row * width..(row + 1) * width];
     let compare = |one: &usize, other: &usize| line(*one).cmp(line(*other)).then(one.cmp(other));
     let mut all: Vec<usize> = (0..len).collect();
     all.sort_by(compare);
@@ -137,8 +137,8 @@ fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String>
                 rest /= len;
             }
             for row in own.chunks(dims + 1) {
-                let turned: f64 = row.iter().zip(&point).map(|(own, place)| own * place).sum();
-                out.push(turned + row[dims]);
+                let rotated: f64 = row.iter().zip(&point).map(|(own, place)| own * place).sum();
+                out.push(rotated + row[dims]);
             }
         }
     }
@@ -258,12 +258,12 @@ struct RoiAlign {
 
 /// Pools regions of an image, by samples between its pixels (He et al., "Mask R-CNN", 2017).
 fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, String> {
-    let (x, regions, of) = (inputs.get(0)?, inputs.get(1)?, inputs.lengths(2)?);
+    let (x, regions, images) = (inputs.get(0)?, inputs.get(1)?, inputs.lengths(2)?);
     let [batch, channels, height, width] = x.shape()[..] else {
         return Err("x has no rank of 4".to_owned());
     };
     let (values, corners) = (x.floats()?, regions.floats()?);
-    if corners.len() != 4 * of.len() || of.iter().any(|own| *own >= batch) {
+    if corners.len() != 4 * images.len() || images.iter().any(|own| *own >= batch) {
         return Err("regions do not fit their images".to_owned());
     }
     let [rows, columns] = options.size;
@@ -287,8 +287,8 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
             (bottom * width + right, down * across),
         ]
     };
-    let mut out = Vec::with_capacity(of.len() * channels * rows * columns);
-    for (corner, image) in corners.chunks(4).zip(&of) {
+    let mut out = Vec::with_capacity(images.len() * channels * rows * columns);
+    for (corner, image) in corners.chunks(4).zip(&images) {
         let [left, top, right, bottom] =
             [0, 1, 2, 3].map(|at| corner[at] * options.scale - options.shift);
         let (mut tall, mut wide) = (bottom - top, right - left);
@@ -324,5 +324,5 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
             }
         }
     }
-    Ok(vec![numbers(out, vec![of.len(), channels, rows, columns], &x)])
+    Ok(vec![numbers(out, vec![images.len(), channels, rows, columns], &x)])
 }

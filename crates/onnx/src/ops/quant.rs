@@ -4,7 +4,7 @@ use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::DType;
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Inputs, Read, Run, axis, windows};
 use crate::array::{Array, Kind};
 use crate::tensor;
@@ -33,21 +33,22 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "MatMulInteger" => Ok(Box::new(|inputs| {
             let a = shifted(inputs.get(0)?, inputs.maybe(2), true)?;
             let b = shifted(inputs.get(1)?, inputs.maybe(3), false)?;
-            Ok(vec![product(inputs.ctx, a, b)?.cast(DType::I32)])
+            Ok(vec![matmul(inputs.ctx, a, b)?.cast(DType::I32)])
         })),
         "QLinearMatMul" => Ok(Box::new(|inputs| {
             let rows = |x: usize| {
                 let own = inputs.get(x)?;
-                let of = if x == 0 { lines(inputs.get(1)?, own.rank()) } else { inputs.get(4)? };
+                let scale =
+                    if x == 0 { lines(inputs.get(1)?, own.rank()) } else { inputs.get(4)? };
                 let zero =
                     if x == 0 { lines(inputs.get(2)?, own.rank()) } else { inputs.get(5)? };
                 Ok::<_, String>((
                     own.cast(DType::F32).minus(zero.cast(DType::F32)),
-                    of.cast(DType::F32),
+                    scale.cast(DType::F32),
                 ))
             };
             let ((a, of_a), (b, of_b)) = (rows(0)?, rows(3)?);
-            let out = product(inputs.ctx, a, b)?.times(of_a).times(of_b);
+            let out = matmul(inputs.ctx, a, b)?.times(of_a).times(of_b);
             let (scale, zero) = (inputs.get(6)?, inputs.get(7)?);
             Ok(vec![rounded(out.over(scale.cast(DType::F32)), Some(zero.clone()), zero.dtype())])
         })),
@@ -57,13 +58,15 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 Box::new(move |inputs| match quantised {
                     false => {
                         let x = shifted(inputs.get(0)?, inputs.maybe(2), false)?.cast(DType::F32);
-                        let w = of_filters(inputs.get(1)?, inputs.maybe(3)).cast(DType::F32);
+                        let w =
+                            subtract_filter_zeros(inputs.get(1)?, inputs.maybe(3)).cast(DType::F32);
                         Ok(vec![round(conv(x, w, None)?).cast(DType::I32)])
                     }
                     true => {
                         let x =
                             inputs.get(0)?.cast(DType::F32).minus(inputs.get(2)?.cast(DType::F32));
-                        let w = of_filters(inputs.get(3)?, inputs.maybe(5)).cast(DType::F32);
+                        let w =
+                            subtract_filter_zeros(inputs.get(3)?, inputs.maybe(5)).cast(DType::F32);
                         let bias = inputs.maybe(8).map(|own| own.cast(DType::F32));
                         let out = conv(x, w, bias)?;
                         let mut scale = inputs.get(4)?.cast(DType::F32);
@@ -114,7 +117,7 @@ pub(super) fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Ar
 }
 
 /// Subtracts zero points of filters.
-fn of_filters(w: Array, zero: Option<Array>) -> Array {
+fn subtract_filter_zeros(w: Array, zero: Option<Array>) -> Array {
     let mut each = vec![1; w.rank()];
     let w = w.cast(DType::I32);
     match zero {
@@ -219,8 +222,9 @@ fn dynamic(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let count = x.count();
     let flat = x.clone().reshape(&[count]).into_inner();
-    let most = Array::of(Dispatch::float_max_dim(flat.clone(), 0)).reshape(&[]).at_least(0.0);
-    let least = Array::of(Dispatch::float_min_dim(flat, 0)).reshape(&[]).at_most(0.0);
+    let most =
+        Array::from_dispatch(Dispatch::float_max_dim(flat.clone(), 0)).reshape(&[]).at_least(0.0);
+    let least = Array::from_dispatch(Dispatch::float_min_dim(flat, 0)).reshape(&[]).at_most(0.0);
     let scale = most.minus(least.clone()).times_number(1.0 / 255.0);
     let zero = round(least.times_number(-1.0).over(scale.clone())).at_least(0.0).at_most(255.0);
     let zero = zero.cast(DType::U8);

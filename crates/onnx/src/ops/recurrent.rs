@@ -5,7 +5,7 @@ use burn::backend::ops::{ActivationOps, FloatTensorOps};
 
 use ops::Ctx;
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Inputs, Read, Run};
 use crate::array::{Array, scalar_of};
 
@@ -46,7 +46,7 @@ struct Activation {
 }
 
 impl Activation {
-    fn of(name: &str, alpha: Option<f64>, beta: Option<f64>) -> Result<Self, String> {
+    fn from_name(name: &str, alpha: Option<f64>, beta: Option<f64>) -> Result<Self, String> {
         let name = name.to_ascii_lowercase();
         let (usual_alpha, usual_beta) = match name.as_str() {
             "leakyrelu" => (0.01, 0.0),
@@ -124,7 +124,7 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
         call.floats(list).and_then(|all| all.get(at)).map(|own| f64::from(*own))
     };
     let all = names.iter().enumerate().map(|(at, name)| {
-        Activation::of(name, number("activation_alpha", at), number("activation_beta", at))
+        Activation::from_name(name, number("activation_alpha", at), number("activation_beta", at))
     });
     let all: Vec<Activation> = all.collect::<Result<_, _>>()?;
     let layer = Layer {
@@ -212,11 +212,11 @@ impl Layer {
             cells.extend(cell.map(|own| own.reshape(&[1, batch, self.size])));
         }
         let (y, state) = (Array::concat(lines, 1), Array::concat(states, 0));
-        let turned = |own: Array| if self.batch_first { own.permute(&[1, 0, 2]) } else { own };
+        let batch_first = |own: Array| if self.batch_first { own.permute(&[1, 0, 2]) } else { own };
         let y = if self.batch_first { y.permute(&[2, 0, 1, 3]) } else { y };
-        let mut out = vec![y, turned(state)];
+        let mut out = vec![y, batch_first(state)];
         if !cells.is_empty() {
-            out.push(turned(Array::concat(cells, 0)));
+            out.push(batch_first(Array::concat(cells, 0)));
         }
         Ok(out)
     }
@@ -249,8 +249,8 @@ impl Layer {
             Some(bias) => x.plus(bias),
             None => x,
         };
-        let of_x = product(ctx, x, weights.w.clone().permute(&[1, 0]))?;
-        let of_state = product(ctx, state.clone(), weights.r.clone().permute(&[1, 0]))?;
+        let of_x = matmul(ctx, x, weights.w.clone().permute(&[1, 0]))?;
+        let of_state = matmul(ctx, state.clone(), weights.r.clone().permute(&[1, 0]))?;
         let sum = |at: usize| {
             let own = with(gate(&of_x, at), bias(false, at));
             own.plus(with(gate(&of_state, at), bias(true, at)))
@@ -266,7 +266,7 @@ impl Layer {
                     false => {
                         let r = weights.r.clone().narrow(0, 2 * size, 3 * size);
                         with(
-                            product(ctx, reset.times(state.clone()), r.permute(&[1, 0]))?,
+                            matmul(ctx, reset.times(state.clone()), r.permute(&[1, 0]))?,
                             bias(true, 2),
                         )
                     }

@@ -66,8 +66,8 @@ fn each(
 ) -> Array {
     for at in axes {
         x = match x.kind() {
-            Kind::Float => Array::of(float(x.into_inner(), *at)),
-            _ => Array::of(int(x.into_inner(), *at)),
+            Kind::Float => Array::from_dispatch(float(x.into_inner(), *at)),
+            _ => Array::from_dispatch(int(x.into_inner(), *at)),
         };
     }
     x
@@ -104,7 +104,7 @@ fn is_empty(x: &Array, axes: &[usize]) -> bool {
 }
 
 /// Returns the extreme of no elements: an infinity, or the limit of an integer type.
-fn of_nothing(x: &Array, axes: &[usize], value: f64) -> Array {
+fn extreme_of_empty(x: &Array, axes: &[usize], value: f64) -> Array {
     let mut shape = x.shape();
     axes.iter().for_each(|at| shape[*at] = 1);
     let (least, most) = super::quant::limits(x.dtype());
@@ -116,7 +116,7 @@ fn max(x: Array, axes: &[usize]) -> Array {
     match x.kind() {
         // true is the larger one.
         Kind::Bool => max(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
-        _ if is_empty(&x, axes) => of_nothing(&x, axes, f64::NEG_INFINITY),
+        _ if is_empty(&x, axes) => extreme_of_empty(&x, axes, f64::NEG_INFINITY),
         _ => each(x, axes, Dispatch::float_max_dim, Dispatch::int_max_dim),
     }
 }
@@ -124,7 +124,7 @@ fn max(x: Array, axes: &[usize]) -> Array {
 fn min(x: Array, axes: &[usize]) -> Array {
     match x.kind() {
         Kind::Bool => min(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
-        _ if is_empty(&x, axes) => of_nothing(&x, axes, f64::INFINITY),
+        _ if is_empty(&x, axes) => extreme_of_empty(&x, axes, f64::INFINITY),
         _ => each(x, axes, Dispatch::float_min_dim, Dispatch::int_min_dim),
     }
 }
@@ -152,7 +152,7 @@ fn others(call: &Call<'_>) -> Read {
                 let x = if last { x.flip(&[at]) } else { x };
                 let is_float = x.kind() == Kind::Float;
                 let x = x.into_inner();
-                let out = Array::of(match (largest, is_float) {
+                let out = Array::from_dispatch(match (largest, is_float) {
                     (true, true) => Dispatch::float_argmax(x, at, IntDType::I64),
                     (false, true) => Dispatch::float_argmin(x, at, IntDType::I64),
                     (true, false) => Dispatch::int_argmax(x, at),
@@ -183,7 +183,7 @@ fn others(call: &Call<'_>) -> Read {
                 let x = inputs.get(0)?;
                 let at = axis(inputs.get(1)?.ints()?[0], x.rank())?;
                 let x = if reverse { x.flip(&[at]) } else { x };
-                let mut out = running(x.clone(), at, sums);
+                let mut out = cumulate(x.clone(), at, sums);
                 if exclusive {
                     let len = x.shape()[at];
                     let mut first = x.shape();
@@ -207,10 +207,10 @@ fn others(call: &Call<'_>) -> Read {
     }))
 }
 
-fn running(x: Array, at: usize, sums: bool) -> Array {
+fn cumulate(x: Array, at: usize, sums: bool) -> Array {
     let is_float = x.kind() == Kind::Float;
     let x = x.into_inner();
-    Array::of(match (sums, is_float) {
+    Array::from_dispatch(match (sums, is_float) {
         (true, true) => Dispatch::float_cumsum(x, at),
         (false, true) => Dispatch::float_cumprod(x, at),
         (true, false) => Dispatch::int_cumsum(x, at),
@@ -237,13 +237,16 @@ fn softmax(
         false => (x, at),
     };
     let out = match op {
-        "Softmax" => wide(x, |x| shares(Array::of(x), at).into_inner()),
+        "Softmax" => wide(x, |x| shares(Array::from_dispatch(x), at).into_inner()),
         "LogSoftmax" => wide(x, |x| Dispatch::log_softmax(x, at)),
         _ => {
             let dtype = x.dtype();
             let len = x.shape()[at];
-            let place =
-                Array::of(Dispatch::float_argmax(x.clone().into_inner(), at, IntDType::I64));
+            let place = Array::from_dispatch(Dispatch::float_argmax(
+                x.clone().into_inner(),
+                at,
+                IntDType::I64,
+            ));
             let mut each = vec![1; x.rank()];
             each[at] = len;
             let places = Array::arange(len, &x.device()).reshape(&each);
@@ -259,11 +262,11 @@ fn softmax(
 /// Burn's CPU backend adds the numbers of a row one after another, which is wrong by 3e-4 for 18,000 of them; its sums over
 /// a dimension are not. The shares are divided by such a sum once more.
 pub(super) fn shares(x: Array, at: usize) -> Array {
-    let shares = Array::of(Dispatch::softmax(x.into_inner(), at));
+    let shares = Array::from_dispatch(Dispatch::softmax(x.into_inner(), at));
     if !shares.is_on_host() {
         return shares;
     }
-    let sum = Array::of(Dispatch::float_sum_dim(shares.clone().into_inner(), at));
+    let sum = Array::from_dispatch(Dispatch::float_sum_dim(shares.clone().into_inner(), at));
     shares.over(sum)
 }
 
@@ -318,5 +321,5 @@ fn top_k(
 fn wide(x: Array, run: impl FnOnce(DispatchTensor) -> DispatchTensor) -> Array {
     let dtype = x.dtype();
     let x = if dtype.size() == 2 { x.cast(DType::F32) } else { x };
-    Array::of(run(x.into_inner())).cast(dtype)
+    Array::from_dispatch(run(x.into_inner())).cast(dtype)
 }

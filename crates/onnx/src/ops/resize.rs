@@ -10,7 +10,7 @@ use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, TensorData};
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, scalar_of};
 
@@ -171,11 +171,11 @@ fn resized(
                 Ratio::NotLarger => ratios.clone().reduce(f64::min),
                 Ratio::NotSmaller => ratios.clone().reduce(f64::max),
             };
-            let of = |(ratio, (size, len)): (f64, (&f64, &f64))| match common {
+            let scale_and_size = |(ratio, (size, len)): (f64, (&f64, &f64))| match common {
                 None => (ratio, *size as usize),
                 Some(common) => (common, (common * len + 0.5).floor() as usize),
             };
-            ratios.zip(sizes.iter().zip(&lens)).map(of).collect()
+            ratios.zip(sizes.iter().zip(&lens)).map(scale_and_size).collect()
         }
         (None, None) => return Err("it has neither scales nor sizes".to_owned()),
     };
@@ -208,8 +208,7 @@ fn resized(
         let lines = out.permute(&order);
         let mut shape = lines.shape();
         let count = lines.count() / own[*at].max(1);
-        let made =
-            product(inputs.ctx, lines.reshape(&[count, own[*at]]), weights.permute(&[1, 0]))?;
+        let made = matmul(inputs.ctx, lines.reshape(&[count, own[*at]]), weights.permute(&[1, 0]))?;
         shape[rank - 1] = *size;
         let mut back: Vec<usize> = (0..rank - 1).collect();
         back.insert(*at, rank - 1);
@@ -246,7 +245,7 @@ fn places(
         (Place::Crop, None) => return Err("it has no region of interest".to_owned()),
         (_, part) => part.unwrap_or([0.0, 1.0]),
     };
-    let of = |at: usize| {
+    let position = |at: usize| {
         let at = at as f64;
         match place {
             Place::HalfPixel => half(at),
@@ -260,7 +259,7 @@ fn places(
             Place::Crop => at * (to - from) * (len - 1.0) / (wanted - 1.0) + from * (len - 1.0),
         }
     };
-    Ok((0..size).map(of).collect())
+    Ok((0..size).map(position).collect())
 }
 
 /// Returns the rows of W.

@@ -6,7 +6,7 @@ use burn::tensor::{DType, TensorData};
 use ops::Activation;
 
 use super::fused::{Convolution, Operands};
-use super::linear::product;
+use super::linear::matmul;
 use super::windows::{Padding, Windows};
 use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, scalar_of};
@@ -19,7 +19,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "TensorScatter" => {
             let (at, circular) =
                 (call.int("axis").unwrap_or(-2), call.text("mode") == Some("circular"));
-            Ok(Box::new(move |inputs| written(inputs, at, circular)))
+            Ok(Box::new(move |inputs| write_cache(inputs, at, circular)))
         }
         "ReverseSequence" => {
             let (batch, time) =
@@ -59,13 +59,13 @@ fn rotary(call: &Call<'_>) -> Run {
             };
             Ok::<_, String>(table.reshape(&[batch, positions, 1, half]))
         };
-        let out = turned(x, &Turn { cos: table(1)?, sin: table(2)?, pairs }, dims);
+        let out = rotate(x, &Angles { cos: table(1)?, sin: table(2)?, pairs }, dims);
         Ok(vec![if own.len() == 4 { out.permute(&[0, 2, 1, 3]) } else { out.reshape(&own) }])
     })
 }
 
 /// Angles of a rotary embedding.
-pub(super) struct Turn {
+pub(super) struct Angles {
     /// `[batch, positions, 1, dims / 2]`
     pub(super) cos: Array,
     pub(super) sin: Array,
@@ -74,11 +74,11 @@ pub(super) struct Turn {
 }
 
 /// Turns the first `dims` numbers of each head of `[batch, positions, heads, size]`.
-pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
+pub(super) fn rotate(x: Array, angles: &Angles, dims: usize) -> Array {
     let [batch, positions, heads, size] = x.shape()[..] else { unreachable!("rank 4") };
     let half = dims / 2;
     let first = x.clone().narrow(3, 0, dims);
-    let part = |at: usize| match turn.pairs {
+    let part = |at: usize| match angles.pairs {
         true => first
             .clone()
             .reshape(&[batch, positions, heads, half, 2])
@@ -87,10 +87,10 @@ pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
         false => first.clone().narrow(3, at * half, (at + 1) * half),
     };
     let (one, other) = (part(0), part(1));
-    let (cos, sin) = (turn.cos.clone(), turn.sin.clone());
+    let (cos, sin) = (angles.cos.clone(), angles.sin.clone());
     let real = cos.clone().times(one.clone()).minus(sin.clone().times(other.clone()));
     let other = sin.times(one).plus(cos.times(other));
-    let turned = match turn.pairs {
+    let rotated = match angles.pairs {
         true => {
             let shape = [batch, positions, heads, half, 1];
             let both = vec![real.reshape(&shape), other.reshape(&shape)];
@@ -99,8 +99,8 @@ pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
         false => Array::concat(vec![real, other], 3),
     };
     match dims == size {
-        true => turned,
-        false => Array::concat(vec![turned, x.narrow(3, dims, size)], 3),
+        true => rotated,
+        false => Array::concat(vec![rotated, x.narrow(3, dims, size)], 3),
     }
 }
 
@@ -166,14 +166,14 @@ fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
                 state = state.times(factor);
             }
             if let Some(beta) = &beta {
-                let known = product(inputs.ctx, at(&k, step), state.clone())?;
+                let known = matmul(inputs.ctx, at(&k, step), state.clone())?;
                 value = value.minus(known).times(at(beta, step));
             }
-            state = state.plus(product(inputs.ctx, key, value)?);
+            state = state.plus(matmul(inputs.ctx, key, value)?);
             let each = state.clone().reshape(&[batch, kv_heads, 1, size, size_v]);
             let each = each.expand(&[batch, kv_heads, heads / kv_heads, size, size_v]);
             let all = each.reshape(&[batch, heads, size, size_v]);
-            lines.push(product(inputs.ctx, at(&q, step), all)?.times_number(scale));
+            lines.push(matmul(inputs.ctx, at(&q, step), all)?.times_number(scale));
         }
         let out =
             Array::concat(lines, 2).permute(&[0, 2, 1, 3]).reshape(&[batch, steps, heads * size_v]);
@@ -200,7 +200,7 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
         });
         let padded = if before == 0 { x } else { Array::concat(vec![past, x], 2) };
         let own = Convolution {
-            windows: Windows::given(&[1], Padding::Pads(&[0, 0]), &[1], channels),
+            windows: Windows::new(&[1], Padding::Pads(&[0, 0]), &[1], channels),
             activation: silu.then_some(Activation::Silu),
             last: false,
             doubled: false,
@@ -222,7 +222,7 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
 }
 
 /// Writes an update into each sequence of a cache, from a place of its own.
-fn written(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, String> {
+fn write_cache(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, String> {
     let (past, update) = (inputs.get(0)?, inputs.get(1)?);
     let own = past.shape();
     let at = axis(at, own.len())?;

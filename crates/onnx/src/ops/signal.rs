@@ -3,7 +3,7 @@
 use burn::tensor::{DType, TensorData};
 use ops::Ctx;
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Read, Run, axis};
 use crate::array::{Array, scalar_of};
 use crate::devices::host;
@@ -173,10 +173,10 @@ fn dft(
         (true, true) if t == 0 || 2 * t == n => 1.0 / n as f64,
         (true, true) => 2.0 / n as f64,
     };
-    let matrix = |of: fn(f64) -> f64, sign: f64| {
+    let matrix = |wave: fn(f64) -> f64, sign: f64| {
         let value = |t: usize, k: usize| {
             let angle = std::f64::consts::TAU * (t * k % n) as f64 / n as f64;
-            sign * weight(t) * of(angle)
+            sign * weight(t) * wave(angle)
         };
         let all: Vec<f64> = (0..taken)
             .flat_map(|t| (0..made).map(move |k| (t, k)))
@@ -187,11 +187,8 @@ fn dft(
         Array::from_data(data, &x.device()).cast(dtype)
     };
     let (cos, sin) = (matrix(f64::cos, 1.0), matrix(f64::sin, sign));
-    let out_real = product(ctx, real.clone(), cos.clone())?.minus(product(
-        ctx,
-        imaginary.clone(),
-        sin.clone(),
-    )?);
+    let out_real =
+        matmul(ctx, real.clone(), cos.clone())?.minus(matmul(ctx, imaginary.clone(), sin.clone())?);
     let mut shape: Vec<usize> = order.iter().map(|at| own[*at]).collect();
     shape[rank - 2] = made;
     let mut back: Vec<usize> = (0..rank - 2).collect();
@@ -204,6 +201,6 @@ fn dft(
     if to_real {
         return Ok(vec![finished(out_real)]);
     }
-    let out_imaginary = product(ctx, real, sin)?.plus(product(ctx, imaginary, cos)?);
+    let out_imaginary = matmul(ctx, real, sin)?.plus(matmul(ctx, imaginary, cos)?);
     Ok(vec![Array::concat(vec![finished(out_real), finished(out_imaginary)], rank - 1)])
 }

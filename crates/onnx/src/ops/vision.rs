@@ -101,10 +101,10 @@ fn grid_sample(
     corners: bool,
 ) -> Result<Vec<Array>, String> {
     let (x, grid) = (inputs.get(0)?, inputs.get(1)?);
-    let (own, of) = (x.shape(), grid.shape());
+    let (own, grid_shape) = (x.shape(), grid.shape());
     let (batch, channels, image) = (own[0], own[1], &own[2..]);
     let rank = image.len();
-    if of.last() != Some(&rank) {
+    if grid_shape.last() != Some(&rank) {
         return Err(format!("a grid of {of:?} has no places in {own:?}"));
     }
     let taps = match mode {
@@ -114,7 +114,7 @@ fn grid_sample(
     }
     .pow(rank as u32);
     let pixels: usize = image.iter().product();
-    let points: usize = of[1..of.len() - 1].iter().product();
+    let points: usize = grid_shape[1..grid_shape.len() - 1].iter().product();
     let (mut places, mut weights) =
         (vec![0i64; batch * points * taps], vec![0f32; batch * points * taps]);
     for (point, of_point) in grid.floats()?.chunks(rank).enumerate() {
@@ -171,7 +171,7 @@ fn grid_sample(
     let each = lines.reshape(&[batch, points, taps, channels]).times(weights);
     let sum =
         super::reduce::sum(each, &[2]).reshape(&[batch, points, channels]).permute(&[0, 2, 1]);
-    let shape = [&own[..2], &of[1..of.len() - 1]].concat();
+    let shape = [&own[..2], &grid_shape[1..grid_shape.len() - 1]].concat();
     Ok(vec![sum.reshape(&shape).cast(dtype)])
 }
 
@@ -223,9 +223,9 @@ fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> 
             order.sort_by(|one, other| score(*other).total_cmp(&score(*one)));
             let mut own: Vec<usize> = Vec::new();
             for at in order {
-                let of = |at: usize| &corners[batch * count + at];
+                let corner = |at: usize| &corners[batch * count + at];
                 if own.len() < most
-                    && own.iter().all(|better| shared(of(*better), of(at)) <= overlap)
+                    && own.iter().all(|better| shared(corner(*better), corner(at)) <= overlap)
                 {
                     own.push(at);
                 }

@@ -12,9 +12,8 @@ use crate::array::{Array, Kind, scalar_of};
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(match call.op() {
-        "Conv" => {
-            Windows::of(call).map(|own| -> Run { Box::new(move |inputs| conv(inputs, &own)) })
-        }
+        "Conv" => Windows::from_call(call)
+            .map(|own| -> Run { Box::new(move |inputs| conv(inputs, &own)) }),
         "ConvTranspose" => transposed(call),
         "DeformConv" => deformed(call),
         "MaxPool" => pool(call, Pool::Max),
@@ -72,7 +71,7 @@ pub(super) struct Sizes {
 
 impl Windows {
     /// Windows of lengths that the filters tell.
-    pub(crate) fn given(
+    pub(crate) fn new(
         strides: &[usize],
         padding: Padding<'_>,
         dilations: &[usize],
@@ -87,7 +86,7 @@ impl Windows {
         Self { kernel: None, strides, dilations, pads, auto, groups }
     }
 
-    pub(super) fn of(call: &Call<'_>) -> Result<Self, String> {
+    pub(super) fn from_call(call: &Call<'_>) -> Result<Self, String> {
         let list = |name: &str, least: i64| match call.ints(name) {
             None => Ok(None),
             Some(all) => {
@@ -143,7 +142,7 @@ pub(super) type Convolve =
 
 /// Returns the convolution of a call, for operators with other inputs.
 pub(super) fn plain(call: &Call<'_>) -> Result<Convolve, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     Ok(Box::new(move |x, filters, bias| convolved(x, filters, bias, &windows)))
 }
 
@@ -157,8 +156,8 @@ pub(super) fn convolved(
     bias: Option<Array>,
     windows: &Windows,
 ) -> Result<Array, String> {
-    let (own, of) = (x.shape(), filters.shape());
-    let (Some(image), Some(kernel)) = (own.get(2..), of.get(2..)) else {
+    let (own, filter) = (x.shape(), filters.shape());
+    let (Some(image), Some(kernel)) = (own.get(2..), filter.get(2..)) else {
         return Err("an image has a rank of 3 or more".to_owned());
     };
     let sizes = windows.sizes(image, kernel)?;
@@ -180,7 +179,7 @@ pub(super) fn convolved(
             groups,
         }
     }
-    Ok(Array::of(match sizes.kernel.len() {
+    Ok(Array::from_dispatch(match sizes.kernel.len() {
         1 => Dispatch::conv1d(x, filters, bias, options(&sizes, groups)),
         2 => Dispatch::conv2d(x, filters, bias, options(&sizes, groups)),
         3 => Dispatch::conv3d(x, filters, bias, options(&sizes, groups)),
@@ -190,16 +189,16 @@ pub(super) fn convolved(
 
 /// A convolution whose taps are moved, by Burn.
 fn deformed(call: &Call<'_>) -> Result<Run, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     let parts = usize::try_from(call.int("offset_group").unwrap_or(1));
     let parts = parts.map_err(|_| "offset_group is negative")?;
     Ok(Box::new(move |inputs| {
         let (x, filters, offset) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
-        let (own, of, dtype) = (x.shape(), filters.shape(), x.dtype());
-        if own.len() != 4 || of.len() != 4 {
+        let (own, filter, dtype) = (x.shape(), filters.shape(), x.dtype());
+        if own.len() != 4 || filter.len() != 4 {
             return Err("deformable convolutions are of images with two dimensions".to_owned());
         }
-        let sizes = windows.sizes(&own[2..], &of[2..])?;
+        let sizes = windows.sizes(&own[2..], &filter[2..])?;
         // Burn pads both sides alike: zeros after the image are part of it.
         let mut x = x;
         for at in 0..2 {
@@ -218,20 +217,20 @@ fn deformed(call: &Call<'_>) -> Result<Run, String> {
         let [bias, mask] = [3, 4].map(|at| inputs.maybe(at).map(wide));
         let out =
             Dispatch::deform_conv2d(wide(x), wide(offset), wide(filters), mask, bias, options);
-        Ok(vec![Array::of(out).cast(dtype)])
+        Ok(vec![Array::from_dispatch(out).cast(dtype)])
     }))
 }
 
 fn transposed(call: &Call<'_>) -> Result<Run, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     let list = |name: &str| {
         call.ints(name).map(|all| all.iter().map(|own| *own as usize).collect::<Vec<_>>())
     };
     let (more, want) = (list("output_padding"), list("output_shape"));
     Ok(Box::new(move |inputs| {
         let (x, filters, bias) = (inputs.get(0)?, inputs.get(1)?, inputs.maybe(2));
-        let (own, of) = (x.shape(), filters.shape());
-        let (Some(image), Some(kernel)) = (own.get(2..), of.get(2..)) else {
+        let (own, filter) = (x.shape(), filters.shape());
+        let (Some(image), Some(kernel)) = (own.get(2..), filter.get(2..)) else {
             return Err("an image has a rank of 3 or more".to_owned());
         };
         let given = Windows { auto: Auto::Given, ..windows.clone() };
@@ -257,18 +256,18 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
             }
         }
         fn options<const N: usize>(sizes: &Sizes, groups: usize) -> ConvTransposeOptions<N> {
-            let of = |list: &[usize]| std::array::from_fn(|at| list[at]);
+            let array = |list: &[usize]| std::array::from_fn(|at| list[at]);
             ConvTransposeOptions {
-                stride: of(&sizes.strides),
+                stride: array(&sizes.strides),
                 padding: [0; N],
                 padding_out: [0; N],
-                dilation: of(&sizes.dilations),
+                dilation: array(&sizes.dilations),
                 groups,
             }
         }
         let groups = windows.groups;
         let (x, filters) = (x.into_inner(), filters.into_inner());
-        let mut out = Array::of(match rank {
+        let mut out = Array::from_dispatch(match rank {
             1 => Dispatch::conv_transpose1d(x, filters, None, options(&sizes, groups)),
             2 => Dispatch::conv_transpose2d(x, filters, None, options(&sizes, groups)),
             3 => Dispatch::conv_transpose3d(x, filters, None, options(&sizes, groups)),
@@ -310,7 +309,7 @@ enum Pool {
 }
 
 fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     let kernel = windows.kernel.clone().ok_or("it has no kernel_shape")?;
     let (up, with_pads) = (call.flag("ceil_mode"), call.flag("count_include_pad"));
     let columns_first = call.flag("storage_order");
@@ -343,7 +342,11 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
         let least = f64::NEG_INFINITY;
         let unfolded = sizes.unfold(&x, &counts, least);
         let last = unfolded.rank() - 1;
-        let largest = Array::of(Dispatch::float_argmax(unfolded.into_inner(), last, IntDType::I64));
+        let largest = Array::from_dispatch(Dispatch::float_argmax(
+            unfolded.into_inner(),
+            last,
+            IntDType::I64,
+        ));
         let planes: usize = own[..2].iter().product();
         let pixels: usize = image.iter().product();
         let places: Vec<i64> = (0..planes)
@@ -386,12 +389,12 @@ fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) ->
         dilation: pair(&sizes.dilations)?,
         ceil: up,
     };
-    ops::pool(x.clone().tensor::<4>(), kind, options).ok().map(Array::of_tensor)
+    ops::pool(x.clone().tensor::<4>(), kind, options).ok().map(Array::from_tensor)
 }
 
 impl Sizes {
     /// Returns true for windows that lie side by side and cover the image.
-    pub(super) fn are_beside(&self, image: &[usize]) -> bool {
+    pub(super) fn are_patches(&self, image: &[usize]) -> bool {
         let all = |own: &[usize], value: usize| own.iter().all(|own| *own == value);
         self.strides == self.kernel
             && [&self.before, &self.after].iter().all(|own| all(own, 0))
@@ -455,11 +458,11 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
     let wide = x.clone().cast(if dtype == DType::F64 { DType::F64 } else { DType::F32 });
     let shape = [&x.shape()[..2], counts].concat();
     let last = counts.len() + 2;
-    let sum = |own: Array| Array::of(Dispatch::float_sum_dim(own.into_inner(), last));
+    let sum = |own: Array| Array::from_dispatch(Dispatch::float_sum_dim(own.into_inner(), last));
     let out = match kind {
         Pool::Max => {
             let all = sizes.unfold(&wide, counts, f64::NEG_INFINITY);
-            Array::of(Dispatch::float_max_dim(all.into_inner(), last))
+            Array::from_dispatch(Dispatch::float_max_dim(all.into_inner(), last))
         }
         Pool::Mean => {
             let all = sum(sizes.unfold(&wide, counts, 0.0));
@@ -489,7 +492,7 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
         Pool::Lp(p) => {
             let all = sizes.unfold(&wide, counts, 0.0).float(Dispatch::float_abs);
             let power = |own: Array, by: f64| {
-                Array::of(Dispatch::float_powf_scalar(own.into_inner(), by.into()))
+                Array::from_dispatch(Dispatch::float_powf_scalar(own.into_inner(), by.into()))
             };
             power(sum(power(all, p)), 1.0 / p)
         }
@@ -517,7 +520,9 @@ fn global(call: &Call<'_>, kind: Pool) -> Run {
                 Pool::Max => Dispatch::float_max_dim(pixels, 2),
                 _ => Dispatch::float_mean_dim(pixels, 2),
             };
-            return Ok(vec![Array::of(out).reshape(&[&own[..2], &vec![1; rank][..]].concat())]);
+            return Ok(vec![
+                Array::from_dispatch(out).reshape(&[&own[..2], &vec![1; rank][..]].concat()),
+            ]);
         }
         let sizes = Sizes {
             kernel: image.to_vec(),

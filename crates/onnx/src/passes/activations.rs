@@ -13,7 +13,7 @@ struct Product {
 
 impl Product {
     /// Returns the factors of a value: of products and quotients by numbers, as long as each has one reader.
-    fn of(view: &View<'_>, id: ValueId) -> Self {
+    fn new(view: &View<'_>, id: ValueId) -> Self {
         let mut own = Self { number: 1.0, factors: Vec::new() };
         own.join(view, id, true);
         own
@@ -56,7 +56,7 @@ fn plus(view: &View<'_>, id: ValueId, number: f64) -> Option<ValueId> {
 /// `x · (1 + erf(x / √2)) / 2`, and `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
 pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "Mul")?;
-    let Product { number, factors } = Product::of(view, node.y()?);
+    let Product { number, factors } = Product::new(view, node.y()?);
     let [one, other] = factors[..] else { return None };
     if !near(number, 0.5) {
         return None;
@@ -64,11 +64,11 @@ pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     let kind = [(one, other), (other, one)].into_iter().find_map(|(x, gate)| {
         let curve = plus(view, gate, 1.0)?;
         if let Some(erf) = view.made_for_one(curve, "Erf") {
-            let inner = Product::of(view, erf.x()?);
+            let inner = Product::new(view, erf.x()?);
             let fits = inner.factors == [x] && near(inner.number, std::f64::consts::FRAC_1_SQRT_2);
             return fits.then_some((x, "none"));
         }
-        let inner = Product::of(view, view.made_for_one(curve, "Tanh")?.x()?);
+        let inner = Product::new(view, view.made_for_one(curve, "Tanh")?.x()?);
         let root = near(inner.number, (2.0 / std::f64::consts::PI).sqrt());
         (root && is_cubic(view, &inner.factors, x)).then_some((x, "tanh"))
     });
@@ -81,7 +81,7 @@ pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
 /// Returns true for the factors of `x + 0.044715 x³`, written as a sum or as `x · (1 + 0.044715 x²)`.
 fn is_cubic(view: &View<'_>, factors: &[ValueId], x: ValueId) -> bool {
     let curve = |id: ValueId, powers: usize| {
-        let own = Product::of(view, id);
+        let own = Product::new(view, id);
         near(own.number, 0.044_715) && own.factors == vec![x; powers]
     };
     match factors {
@@ -105,7 +105,7 @@ pub(super) fn silu(view: &mut View<'_>, at: usize) -> Option<()> {
         if own == x {
             return Some((x, 1.0));
         }
-        let inner = Product::of(view, own);
+        let inner = Product::new(view, own);
         (inner.factors == [x]).then_some((x, inner.number))
     })?;
     let own = in_place_of(node, "Swish", vec![Some(x)]);
@@ -118,10 +118,10 @@ pub(super) fn hard_swish(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at).filter(|node| matches!(node.op.as_str(), "Mul" | "Div"))?;
     let y = node.y()?;
     let Product { number, factors } = match node.op.as_str() {
-        "Mul" => Product::of(view, y),
+        "Mul" => Product::new(view, y),
         _ => {
             let by = view.number(node.input(1)?)?;
-            let own = Product::of(view, node.x().filter(|id| view.is_read_once(*id))?);
+            let own = Product::new(view, node.x().filter(|id| view.is_read_once(*id))?);
             Product { number: own.number / by, ..own }
         }
     };

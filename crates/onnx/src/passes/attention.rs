@@ -11,7 +11,7 @@ use super::view::{View, in_place_of};
 struct Scores {
     q: ValueId,
     /// k, with its last two dimensions swapped.
-    turned: ValueId,
+    transposed: ValueId,
     scale: f64,
     mask: Option<ValueId>,
 }
@@ -26,19 +26,20 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     if (axis != -1 && axis != rank as i64 - 1) || !(3..=4).contains(&rank) {
         return None;
     }
-    let Scores { q, turned, scale, mask } = scores(view, softmax.x()?)?;
+    let Scores { q, transposed, scale, mask } = scores(view, softmax.x()?)?;
     let (q, by) = scaled(view, q);
-    let (turned, more) = scaled(view, turned);
+    let (transposed, more) = scaled(view, transposed);
     let scale = scale * by * more;
     // All of one rank, with the same heads.
-    let fits = [q, turned, v].iter().all(|id| view.dims(*id).is_some_and(|own| own.len() == rank));
+    let fits =
+        [q, transposed, v].iter().all(|id| view.dims(*id).is_some_and(|own| own.len() == rank));
     let heads = |id: ValueId| view.dims(id).map(|own| &own[..rank - 2]);
     let known = || heads(q).is_some_and(|own| own.iter().all(Option::is_some));
-    if !fits || !known() || heads(q) != heads(turned) || heads(q) != heads(v) {
+    if !fits || !known() || heads(q) != heads(transposed) || heads(q) != heads(v) {
         return None;
     }
     let node = node.clone();
-    let k = swapped(view, at, turned)?;
+    let k = swapped(view, at, transposed)?;
     let mut inputs = vec![Some(q), Some(k), Some(v)];
     inputs.extend(mask.map(Some));
     let own = in_place_of(&node, "flashover::Attention", inputs)
@@ -63,7 +64,7 @@ fn scores(view: &View<'_>, id: ValueId) -> Option<Scores> {
     if let Some(sum) = view.made_for_one(id, "Add") {
         let [Some(one), Some(other)] = sum.inputs[..] else { return None };
         return [(one, other), (other, one)].into_iter().find_map(|(own, mask)| {
-            let product = product(view, own)?;
+            let scores = matmul(view, own)?;
             // A mask broadcasts to the scores, and not they to it.
             let (whole, part) = (view.dims(own)?, view.dims(mask)?);
             let from = whole.len().checked_sub(part.len())?;
@@ -71,16 +72,16 @@ fn scores(view: &View<'_>, id: ValueId) -> Option<Scores> {
                 .iter()
                 .zip(&whole[from..])
                 .all(|(part, whole)| *part == Some(1) || (part.is_some() && part == whole));
-            (fits && part.last() == whole.last()).then_some(Scores { mask: Some(mask), ..product })
+            (fits && part.last() == whole.last()).then_some(Scores { mask: Some(mask), ..scores })
         });
     }
-    product(view, id)
+    matmul(view, id)
 }
 
-fn product(view: &View<'_>, id: ValueId) -> Option<Scores> {
+fn matmul(view: &View<'_>, id: ValueId) -> Option<Scores> {
     let (own, scale) = scaled(view, id);
     let node = view.made_for_one(own, "MatMul")?;
-    Some(Scores { q: node.x()?, turned: node.input(1)?, scale, mask: None })
+    Some(Scores { q: node.x()?, transposed: node.input(1)?, scale, mask: None })
 }
 
 /// Returns a value and the number that it is multiplied by, if it is read once.

@@ -10,10 +10,10 @@ use super::activations::limits;
 use super::norms::is_per_channel;
 use super::view::{View, in_place_of};
 
-use place::{BIAS, GATE, IMAGE_BIAS, RESIDUAL};
+use operand::{BIAS, GATE, IMAGE_BIAS, RESIDUAL};
 
 /// Places of the inputs of `flashover::Conv` and `flashover::Linear`, after x and the weight.
-pub(crate) mod place {
+pub(crate) mod operand {
     pub(crate) const BIAS: usize = 2;
     pub(crate) const RESIDUAL: usize = 3;
     /// Bias of each image, of a convolution.

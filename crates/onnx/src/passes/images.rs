@@ -2,7 +2,7 @@
 
 use crate::graph::{Attribute, Node, ValueId};
 
-use super::epilogues::place::SECOND;
+use super::epilogues::operand::SECOND;
 use super::view::{View, in_place_of};
 
 /// Zeros around an image, as padding of the convolution that reads it.

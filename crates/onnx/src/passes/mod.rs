@@ -8,7 +8,7 @@ mod moves;
 mod neutral;
 mod norms;
 mod pointwise;
-mod products;
+mod qkv;
 mod quantised;
 mod reshapes;
 #[cfg(test)]
@@ -22,7 +22,7 @@ use crate::error::invalid;
 use crate::graph::Graph;
 
 /// Places of the inputs of our own operators.
-pub(crate) use epilogues::place;
+pub(crate) use epilogues::operand;
 use view::View;
 
 /// A rewrite of graphs.
@@ -66,7 +66,7 @@ pub const PASSES: [Pass; 16] = [
         about: "what follows a convolution or product",
         rewrite: epilogues::rewrite,
     },
-    Pass { name: "qkv", about: "products of one input as one product", rewrite: products::join },
+    Pass { name: "qkv", about: "products of one input as one product", rewrite: qkv::rewrite },
     Pass {
         name: "image",
         about: "resizing and joining before convolutions",

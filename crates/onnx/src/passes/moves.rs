@@ -27,7 +27,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let mut chain = vec![(at, last.clone())];
     let mut x = last.x()?;
     while let Some(place) =
-        MOVES.iter().find_map(|op| view.place(x, op)).filter(|_| view.is_read_once(x))
+        MOVES.iter().find_map(|op| view.producer_index(x, op)).filter(|_| view.is_read_once(x))
     {
         let node = view.node(place)?.clone();
         x = node.x()?;
@@ -161,8 +161,8 @@ mod tests {
         // [s, b, h·d] → [s, b·h, d] → [b·h, s, d] → [b, h, s, d]
         let mut own = Moved::new(&[5, 2, 12]);
         own.reshape(&[5, 6, 4]).expect("12 is 3 · 4");
-        let turned = Node::default().with("perm", Attribute::Ints(vec![1, 0, 2]));
-        own.reorder(&turned, 3).expect("a rank of 3");
+        let transposed = Node::default().with("perm", Attribute::Ints(vec![1, 0, 2]));
+        own.reorder(&transposed, 3).expect("a rank of 3");
         own.reshape(&[2, 3, 5, 4]).expect("6 is 2 · 3");
         let lengths = |own: &[Atom]| own.iter().map(|own| own.1).collect::<Vec<_>>();
         assert_eq!(lengths(&own.from), [5, 2, 3, 4]);

@@ -18,13 +18,13 @@ pub(super) fn rows(view: &mut View<'_>, at: usize) -> Option<()> {
                 .with("epsilon", Attribute::Float(epsilon as f32))
         }
         None => {
-            let of = ["LayerNormalization", "RMSNormalization"];
+            let norms = ["LayerNormalization", "RMSNormalization"];
             let width = |id: ValueId| {
                 let columns = (*view.dims(node.y()?)?.last()?)?;
                 let own = view.constant(id)?;
                 (own.count() == columns && own.shape.last() == Some(&columns)).then_some(columns)
             };
-            weighted(view, node, &of, |id| width(id).is_some())?
+            weighted(view, node, &norms, |id| width(id).is_some())?
         }
     };
     view.replace(at, own);
@@ -85,7 +85,7 @@ fn mean_of_rows(view: &View<'_>, id: ValueId) -> Option<ValueId> {
 fn weighted(
     view: &View<'_>,
     node: &Node,
-    of: &[&str],
+    norms: &[&str],
     fits: impl Fn(ValueId) -> bool,
 ) -> Option<Node> {
     let place = match node.op.as_str() {
@@ -95,7 +95,7 @@ fn weighted(
     };
     let [Some(one), Some(other)] = node.inputs[..] else { return None };
     let (norm, weight) = [(one, other), (other, one)].into_iter().find_map(|(own, weight)| {
-        let norm = of.iter().find_map(|op| view.made_for_one(own, op))?;
+        let norm = norms.iter().find_map(|op| view.made_for_one(own, op))?;
         let free = norm.input(place).is_none() && norm.input(2).is_none();
         (free && fits(weight)).then_some((norm, weight))
     })?;
@@ -183,8 +183,8 @@ pub(super) fn batch(view: &mut View<'_>, at: usize) -> Option<()> {
     if more || node.int("training_mode") == Some(1) {
         return None;
     }
-    let (x, of) = (node.x()?, |at: usize| view.floats(node.input(at)?));
-    let (weight, bias, mean, variance) = (of(1)?, of(2)?, of(3)?, of(4)?);
+    let (x, floats) = (node.x()?, |at: usize| view.floats(node.input(at)?));
+    let (weight, bias, mean, variance) = (floats(1)?, floats(2)?, floats(3)?, floats(4)?);
     let epsilon = node.float("epsilon").unwrap_or(1e-5) as f32;
     let factor: Vec<f32> =
         weight.iter().zip(&variance).map(|(weight, own)| weight / (own + epsilon).sqrt()).collect();
@@ -229,11 +229,11 @@ pub(super) fn batch(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?.clone();
     let (shift, factor) = (view.add_constant(shift), view.add_constant(factor));
     let between = view.add_value(view.ty(x).clone());
-    let mut product = in_place_of(&node, "Mul", vec![Some(x), Some(factor)]);
-    product.outputs = vec![Some(between)];
+    let mut scaled = in_place_of(&node, "Mul", vec![Some(x), Some(factor)]);
+    scaled.outputs = vec![Some(between)];
     let mut sum = in_place_of(&node, "Add", vec![Some(between), Some(shift)]);
     sum.outputs = outputs;
     view.replace(at, sum);
-    view.insert(at, product);
+    view.insert(at, scaled);
     Some(())
 }

@@ -137,8 +137,9 @@ impl Chain {
         places: &mut Vec<usize>,
     ) -> Option<Source> {
         let whole = view.shape(id).is_some() && view.shape(id) == view.shape(y);
-        let place =
-            view.place(id, "flashover::Pointwise").filter(|_| whole && view.is_read_once(id));
+        let place = view
+            .producer_index(id, "flashover::Pointwise")
+            .filter(|_| whole && view.is_read_once(id));
         let Some(place) = place else { return self.alone(view, id, y) };
         let before = view.node(place)?;
         let Some(Attribute::Program(program)) = before.attributes.get("program") else {
@@ -149,12 +150,12 @@ impl Chain {
             registers.push(self.input(*id));
         }
         for step in &program.steps {
-            let of = |own: u8| registers[usize::from(own)];
+            let source = |own: u8| registers[usize::from(own)];
             let made = match *step {
                 Step::Constant(own) => Made::Constant(own),
-                Step::Unary(function, a) => Made::Unary(function, of(a)),
-                Step::Binary(operation, a, b) => Made::Binary(operation, of(a), of(b)),
-                Step::Select(a, b, c) => Made::Select(of(a), of(b), of(c)),
+                Step::Unary(function, a) => Made::Unary(function, source(a)),
+                Step::Binary(operation, a, b) => Made::Binary(operation, source(a), source(b)),
+                Step::Select(a, b, c) => Made::Select(source(a), source(b), source(c)),
             };
             registers.push(self.push(made));
         }
@@ -191,7 +192,7 @@ impl Chain {
     fn apply(&mut self, view: &View<'_>, node: &Node, sources: &[Source]) -> Option<()> {
         let first = *sources.first()?;
         let pair = |operation| Some(Made::Binary(operation, first, *sources.get(1)?));
-        let turned = |operation| Some(Made::Binary(operation, *sources.get(1)?, first));
+        let swapped = |operation| Some(Made::Binary(operation, *sources.get(1)?, first));
         let one = |function| Some(Made::Unary(function, first));
         let two = sources.len() == 2;
         let made = match node.op.as_str() {
@@ -223,8 +224,8 @@ impl Chain {
             "Equal" => pair(Operation::Equal),
             "Greater" => pair(Operation::Greater),
             "GreaterOrEqual" => pair(Operation::GreaterOrEqual),
-            "Less" => turned(Operation::Greater),
-            "LessOrEqual" => turned(Operation::GreaterOrEqual),
+            "Less" => swapped(Operation::Greater),
+            "LessOrEqual" => swapped(Operation::GreaterOrEqual),
             "And" => pair(Operation::And),
             "Or" => pair(Operation::Or),
             "Where" => Some(Made::Select(first, *sources.get(1)?, *sources.get(2)?)),
@@ -297,15 +298,15 @@ impl Chain {
         let mut steps = Vec::new();
         for at in (0..self.steps.len()).filter(|at| read[*at]) {
             places[at] = (inputs + steps.len()) as u8;
-            let of = |own: Source| match own {
+            let register = |own: Source| match own {
                 Source::Input(input) => input as u8,
                 Source::Step(step) => places[step],
             };
             steps.push(match self.steps[at] {
                 Made::Constant(own) => Step::Constant(own),
-                Made::Unary(function, a) => Step::Unary(function, of(a)),
-                Made::Binary(operation, a, b) => Step::Binary(operation, of(a), of(b)),
-                Made::Select(a, b, c) => Step::Select(of(a), of(b), of(c)),
+                Made::Unary(function, a) => Step::Unary(function, register(a)),
+                Made::Binary(operation, a, b) => Step::Binary(operation, register(a), register(b)),
+                Made::Select(a, b, c) => Step::Select(register(a), register(b), register(c)),
             });
         }
         Program { inputs: inputs as u8, steps }

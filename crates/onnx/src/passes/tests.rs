@@ -303,10 +303,10 @@ fn convolutions_read_images_that_are_padded_doubled_or_joined() {
 fn a_product_of_reshaped_rows_and_its_residual_are_one_kernel() {
     // Attention of torch, whose rows are [positions, batch].
     let mut own = Build::new(&[2, 5, 12]);
-    let turned = own.node("Transpose", &["x"], &[("perm", &[1, 0, 2])]);
+    let transposed = own.node("Transpose", &["x"], &[("perm", &[1, 0, 2])]);
     let (heads, rows, whole) =
         (own.ints(&[5, 2, 3, 4]), own.ints(&[10, 12]), own.ints(&[5, 2, 12]));
-    let split = own.node("Reshape", &[&turned, &heads], &[]);
+    let split = own.node("Reshape", &[&transposed, &heads], &[]);
     let joined = own.node("Reshape", &[&split, &rows], &[]);
     let (weight, bias) = (own.weights(&[12, 12]), own.weights(&[12]));
     let product = own.node("Gemm", &[&joined, &weight, &bias], &[("transB", &[1])]);
@@ -324,10 +324,10 @@ fn means_of_pixels_and_norms_of_rank_3_run_on_the_kernels() {
     let mean = own.node("GlobalAveragePool", &[&image], &[]);
     let shape = own.ints(&[2, 4, 36]);
     let line = own.node("Reshape", &["x", &shape], &[]);
-    let (of, bias) = (own.numbers(&[2], vec![1.0; 2]), own.numbers(&[2], vec![0.0; 2]));
+    let (weight, bias) = (own.numbers(&[2], vec![1.0; 2]), own.numbers(&[2], vec![0.0; 2]));
     let (parts, back) = (own.ints(&[0, 2, -1]), own.ints(&[2, 4, 36]));
     let parts = own.node("Reshape", &[&line, &parts], &[]);
-    let normed = own.node("InstanceNormalization", &[&parts, &of, &bias], &[]);
+    let normed = own.node("InstanceNormalization", &[&parts, &weight, &bias], &[]);
     let normed = own.node("Reshape", &[&normed, &back], &[]);
     let (scale, shift) = (own.weights(&[4, 1]), own.weights(&[4, 1]));
     let scaled = own.node("Mul", &[&normed, &scale], &[]);
@@ -407,8 +407,8 @@ fn a_chain_overwrites_what_dies_with_it() {
     // The chain is the last to read b; a lives on.
     let c = own.node("Sub", &[&b, &a], &[]);
     let c = own.node("Tanh", &[&c], &[]);
-    let turned = own.node("Transpose", &[&a], &[("perm", &[1, 0])]);
-    let d = own.node("MatMul", &[&c, &turned], &[]);
+    let transposed = own.node("Transpose", &[&a], &[("perm", &[1, 0])]);
+    let d = own.node("MatMul", &[&c, &transposed], &[]);
     let plan = own.check(&d, &["chain"]);
     // Two results [4, 8] live at once, and then d [4, 4].
     assert_eq!((plan.placed, plan.alive), (4, 2 * 128 + 64));

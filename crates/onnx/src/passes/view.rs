@@ -59,7 +59,7 @@ impl<'a> View<'a> {
     }
 
     /// Returns the place of the node that makes a value as its first output, if it calls an operator.
-    pub(super) fn place(&self, id: ValueId, op: &str) -> Option<usize> {
+    pub(super) fn producer_index(&self, id: ValueId, op: &str) -> Option<usize> {
         let at = self.makers[id]?;
         let node = self.call(at, op)?;
         (node.outputs.first() == Some(&Some(id))).then_some(at)
@@ -67,7 +67,7 @@ impl<'a> View<'a> {
 
     /// Returns the node that makes a value as its first output, if it calls an operator.
     pub(super) fn made_by(&self, id: ValueId, op: &str) -> Option<&Node> {
-        self.node(self.place(id, op)?)
+        self.node(self.producer_index(id, op)?)
     }
 
     /// Returns the node that makes a value for one reader only, if it calls an operator.

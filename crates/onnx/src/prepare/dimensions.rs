@@ -10,7 +10,7 @@ use crate::proto::{GraphProto, Length, TensorTypeProto, TypeProto, TypeValue, Va
 ///
 /// # Errors
 /// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for another negative length.
-pub(super) fn fix(
+pub(super) fn set_lengths(
     graph: &mut GraphProto,
     numbers: &BTreeMap<String, u64>,
 ) -> Result<(), OnnxError> {
@@ -28,7 +28,7 @@ pub(super) fn fix(
     }
     let mut negative = None;
     for value in graph.input.iter_mut().chain(&mut graph.output).chain(&mut graph.value_info) {
-        let of = value.name.clone();
+        let name = value.name.clone();
         each(value, &mut |own| match own {
             Some(Length::Name(name)) => {
                 if let Some(number) = numbers.get(name) {
@@ -36,7 +36,7 @@ pub(super) fn fix(
                 }
             }
             Some(Length::Number(-1)) => *own = None,
-            Some(Length::Number(number)) if *number < 0 => negative = Some((of.clone(), *number)),
+            Some(Length::Number(number)) if *number < 0 => negative = Some((name.clone(), *number)),
             _ => {}
         });
     }

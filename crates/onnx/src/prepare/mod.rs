@@ -26,7 +26,7 @@ pub(crate) fn prepare(
     functions::inline(model)?;
     let graph = model.graph.as_mut().expect("decoded with a graph");
     check_size(graph)?;
-    dimensions::fix(graph, dimensions)?;
+    dimensions::set_lengths(graph, dimensions)?;
     scopes::sort(graph)
 }
 

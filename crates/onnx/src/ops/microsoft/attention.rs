@@ -10,23 +10,23 @@ use burn::backend::ops::BoolTensorOps;
 use burn::tensor::{DType, TensorData};
 
 use super::super::attention::{Heads, Scoring, attend, joined, seen, split, whole, with_past};
-use super::super::fused::{Finish, projected};
+use super::super::fused::{LinearEpilogue, project};
 use super::super::norm::{normed, scaled};
-use super::super::sequence::{Turn, turned};
+use super::super::sequence::{Angles, rotate};
 use super::super::{Call, Inputs, Run};
 use crate::array::{Array, Order, scalar_of};
 
 /// `Attention`: one product gives q, k and v.
 pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
-    let own = Common::of(call)?;
+    let own = Common::from_call(call)?;
     if call.flag("do_rotary") || call.flag("past_present_share_buffer") {
         return Err("rotary embeddings and shared caches are not supported".to_owned());
     }
     let widths = call.ints("qkv_hidden_sizes").map(<[i64]>::to_vec);
     let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
-        let finish = Finish { bias: inputs.maybe(2), ..Finish::default() };
-        let all = projected(inputs.ctx, ours, inputs.get(0)?, inputs.get(1)?, finish)?;
+        let epilogue = LinearEpilogue { bias: inputs.maybe(2), ..LinearEpilogue::default() };
+        let all = project(inputs.ctx, ours, inputs.get(0)?, inputs.get(1)?, epilogue)?;
         let width = all.shape()[2];
         let ends = match widths.as_deref() {
             Some(&[q, k, v]) if [q, k, v].iter().all(|own| *own > 0) => {
@@ -55,7 +55,7 @@ pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
 
 /// `MultiHeadAttention`: q, k and v are given, apart or packed.
 pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
-    let own = Common::of(call)?;
+    let own = Common::from_call(call)?;
     if call.has_input(8) || call.has_input(9) {
         return Err("shared caches and beams are not supported".to_owned());
     }
@@ -111,7 +111,7 @@ struct Common {
 }
 
 impl Common {
-    fn of(call: &Call<'_>) -> Result<Arc<Self>, String> {
+    fn from_call(call: &Call<'_>) -> Result<Arc<Self>, String> {
         Ok(Arc::new(Self {
             heads: count(call, "num_heads")?,
             causal: call.flag("unidirectional"),
@@ -192,7 +192,7 @@ impl Common {
 
 /// `GroupQueryAttention`: a cache, rotary embeddings, and sequences of different lengths.
 pub(super) fn grouped_query(call: &Call<'_>) -> Result<Run, String> {
-    let own = Arc::new(Grouped::of(call)?);
+    let own = Arc::new(Grouped::from_call(call)?);
     Ok(Box::new(move |inputs| own.run(inputs)))
 }
 
@@ -211,7 +211,7 @@ struct Grouped {
 }
 
 impl Grouped {
-    fn of(call: &Call<'_>) -> Result<Self, String> {
+    fn from_call(call: &Call<'_>) -> Result<Self, String> {
         for name in ["k_quant_type", "v_quant_type"] {
             if call.text(name).is_some_and(|own| own != "NONE") {
                 return Err("a quantised cache is not supported".to_owned());
@@ -274,9 +274,10 @@ impl Grouped {
                 return Err(format!("the table of angles has no place {}", total - 1));
             }
             let table = |own: Array| own.select(0, places.clone()).reshape(&[batch, rows, 1, half]);
-            let turn = Turn { cos: table(cos), sin: table(sin), pairs: self.pairs };
-            let by_place =
-                |x: Array| turned(x.permute(&[0, 2, 1, 3]), &turn, 2 * half).permute(&[0, 2, 1, 3]);
+            let angles = Angles { cos: table(cos), sin: table(sin), pairs: self.pairs };
+            let by_place = |x: Array| {
+                rotate(x.permute(&[0, 2, 1, 3]), &angles, 2 * half).permute(&[0, 2, 1, 3])
+            };
             (q, k) = (by_place(q), by_place(k));
         }
         let present = [
@@ -396,8 +397,8 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
                 Ok(own.narrow(0, from, from + rows).reshape(&[1, rows, 1, half]))
             }
         };
-        let turn = Turn { cos: table(cos)?, sin: table(sin)?, pairs };
-        let out = turned(x, &turn, 2 * half);
+        let angles = Angles { cos: table(cos)?, sin: table(sin)?, pairs };
+        let out = rotate(x, &angles, 2 * half);
         Ok(vec![if by_heads { out.permute(&[0, 2, 1, 3]) } else { out.reshape(&shape) }])
     }))
 }

@@ -10,7 +10,7 @@ use burn::backend::ops::ActivationOps;
 use ops::{Activation, Constant};
 
 use super::fused::{Convolution, Operands, activated};
-use super::linear::product;
+use super::linear::matmul;
 use super::norm::{grouped, normed, scaled};
 use super::windows::Windows;
 use super::{Call, Inputs, Read, Run};
@@ -47,7 +47,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 Ok(vec![x.times(gate)])
             })
         }
-        "FusedMatMul" | "TransposeMatMul" => multiplied(call),
+        "FusedMatMul" | "TransposeMatMul" => fused_matmul(call),
         "FusedGemm" => return Some(gemm(call)),
         "FusedConv" | "NhwcConv" | "NhwcFusedConv" => return Some(conv(call, op)),
         "GroupNorm" => group_norm(call, false),
@@ -94,9 +94,9 @@ fn skip(call: &Call<'_>, centred: bool) -> Run {
 }
 
 /// `α · op(A) · op(B)`, where each may be transposed in its last two dimensions, or in its first and its second to last.
-fn multiplied(call: &Call<'_>) -> Run {
+fn fused_matmul(call: &Call<'_>) -> Run {
     let alpha = call.float("alpha").unwrap_or(1.0);
-    let turned = [call.flag("transA"), call.flag("transB")];
+    let transposed = [call.flag("transA"), call.flag("transB")];
     let batched = [call.flag("transBatchA"), call.flag("transBatchB")];
     Box::new(move |inputs| {
         let [a, b] = [0, 1].map(|at| {
@@ -108,18 +108,18 @@ fn multiplied(call: &Call<'_>) -> Run {
                 let first = order.remove(0);
                 order.insert(rank - 2, first);
             }
-            if turned[at] && rank > 1 {
+            if transposed[at] && rank > 1 {
                 order.swap(rank - 1, rank - 2);
             }
             Ok::<_, String>(own.permute(&order))
         });
-        let out = product(inputs.ctx, a?, b?)?;
+        let out = matmul(inputs.ctx, a?, b?)?;
         Ok(vec![if alpha == 1.0 { out } else { out.times_number(alpha) }])
     })
 }
 
 /// Returns the activation of a fused operator, by name and numbers.
-fn of_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, String> {
+fn activation_by_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, String> {
     let number = |at: usize, usual: f32| Constant::new(numbers.get(at).copied().unwrap_or(usual));
     Ok(Some(match call.text("activation").unwrap_or_default() {
         "" => return Ok(None),
@@ -141,16 +141,16 @@ fn of_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, Strin
 fn gemm(call: &Call<'_>) -> Result<Run, String> {
     let number = |name: &str, usual: f64| call.float(name).unwrap_or(usual);
     let (alpha, beta) = (number("alpha", 1.0), number("beta", 1.0));
-    let turned = [call.flag("transA"), call.flag("transB")];
+    let transposed = [call.flag("transA"), call.flag("transB")];
     let slope = [call.float("activation_alpha"), call.float("activation_beta")];
     let numbers: Vec<f32> = slope.into_iter().flatten().map(|own| own as f32).collect();
-    let activation = of_name(call, &numbers)?;
+    let activation = activation_by_name(call, &numbers)?;
     Ok(Box::new(move |inputs| {
         let [a, b] = [0, 1].map(|at| {
             let own = inputs.get(at)?;
-            Ok::<_, String>(if turned[at] { own.permute(&[1, 0]) } else { own })
+            Ok::<_, String>(if transposed[at] { own.permute(&[1, 0]) } else { own })
         });
-        let mut out = product(inputs.ctx, a?, b?)?.times_number(alpha);
+        let mut out = matmul(inputs.ctx, a?, b?)?.times_number(alpha);
         if let Some(c) = inputs.maybe(2) {
             out = out.plus(c.times_number(beta));
         }
@@ -163,8 +163,8 @@ fn gemm(call: &Call<'_>) -> Result<Run, String> {
 fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
     let (last, filters_last) = (op != "FusedConv", op == "NhwcConv");
     let own = Convolution {
-        windows: Windows::of(call)?,
-        activation: of_name(call, call.floats("activation_params").unwrap_or(&[]))?,
+        windows: Windows::from_call(call)?,
+        activation: activation_by_name(call, call.floats("activation_params").unwrap_or(&[]))?,
         last: call.has_input(3),
         doubled: false,
         ours: call.has_kernels(),

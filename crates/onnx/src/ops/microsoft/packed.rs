@@ -17,7 +17,7 @@ use burn::tensor::{DType, TensorData};
 use ops::checkpoint::Encoded;
 use ops::{Block, Ctx, Epilogue, OpError, QuantizedWeight, Scales, Scheme, WeightFormat};
 
-use super::super::fused::{Finish, is_ours, projected, vector};
+use super::super::fused::{LinearEpilogue, is_ours, project, vector};
 use super::super::{Call, Run};
 use crate::array::Array;
 use crate::devices::Devices;
@@ -86,10 +86,10 @@ pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
         let (x, bias) = (inputs.get(0)?, inputs.maybe(5));
         let matrix = devices.packed((number, 0, x.dtype()), || {
             let shape = [own.n, own.k];
-            Packed::new(&devices, x.dtype(), shape, || own.as_four_bits(), || own.decoded())
+            Packed::new(&devices, x.dtype(), shape, || own.to_four_bits(), || own.decoded())
         })?;
         let ours = devices.has_kernels();
-        Ok(vec![multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?])
+        Ok(vec![packed_matmul(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?])
     }))
 }
 
@@ -124,7 +124,7 @@ impl Packed {
 ///
 /// # Errors
 /// The device failed; x has another depth.
-pub(crate) fn multiplied(
+pub(crate) fn packed_matmul(
     ctx: &Ctx,
     ours: bool,
     matrix: Packed,
@@ -141,8 +141,8 @@ pub(crate) fn multiplied(
     }
     match matrix {
         Packed::Dense(weight) => {
-            let finish = Finish { bias, ..Finish::default() };
-            projected(ctx, ours, x, (*weight).clone(), finish)
+            let epilogue = LinearEpilogue { bias, ..LinearEpilogue::default() };
+            project(ctx, ours, x, (*weight).clone(), epilogue)
         }
         Packed::Codes(weight) => {
             let rows = shape.iter().product();
@@ -150,7 +150,7 @@ pub(crate) fn multiplied(
             let out =
                 ops::quantized_linear(ctx, x.reshape(&[rows, k]).tensor::<2>(), &weight, epilogue);
             shape.push(n);
-            Ok(Array::of_tensor(out.map_err(|why| why.to_string())?).reshape(&shape))
+            Ok(Array::from_tensor(out.map_err(|why| why.to_string())?).reshape(&shape))
         }
     }
 }
@@ -217,7 +217,7 @@ impl Matrix {
     }
 
     /// Returns the matrix in the format of our kernels; none if they do not have it.
-    fn as_four_bits(&self) -> Option<Encoded<'static>> {
+    fn to_four_bits(&self) -> Option<Encoded<'static>> {
         let zeros = self.each_zero();
         let zero = *zeros.first()?;
         let block = u32::try_from(self.block).ok()?;
