@@ -146,7 +146,7 @@ impl Graph {
     /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
     ///
     /// # Errors
-    /// [`OnnxError::Invalid`] for a name in [`GraphOptions::keep_f32`] that no node has.
+    /// [`OnnxError`].
     pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
         self.model.plan(shapes)
     }

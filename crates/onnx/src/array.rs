@@ -465,7 +465,9 @@ impl Array {
     /// # Errors
     /// One is negative.
     pub(crate) fn lengths(&self) -> Result<Vec<usize>, String> {
-        let each = |own: i64| usize::try_from(own).map_err(|_| format!("{own} is no length"));
+        let each = |own: i64| {
+            usize::try_from(own).map_err(|_| format!("expected a length of 0 or more, got {own}"))
+        };
         self.ints()?.into_iter().map(each).collect()
     }
 
@@ -675,7 +677,8 @@ impl Array {
     /// They do not.
     pub(crate) fn choose(self, yes: Self, no: Self) -> Result<Self, String> {
         let shapes = [self.shape(), yes.shape(), no.shape()];
-        let shape = broadcast(&shapes).ok_or_else(|| format!("{shapes:?} do not broadcast"))?;
+        let shape =
+            broadcast(&shapes).ok_or_else(|| format!("shapes {shapes:?} do not broadcast"))?;
         let [mask, yes, no] = [self, yes, no].map(|own| own.expand(&shape));
         Ok(no.replaced(mask, yes))
     }

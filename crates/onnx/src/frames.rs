@@ -12,7 +12,7 @@ use ops::{Ctx, Placed};
 use crate::OnnxError;
 use crate::array::{Array, copies};
 use crate::devices::Devices;
-use crate::error::invalid;
+use crate::error::{device_failed, invalid};
 use crate::run::Program;
 
 type Outputs = Result<Vec<Array>, OnnxError>;
@@ -60,7 +60,7 @@ impl Frames {
     /// The device failed.
     pub(crate) fn update(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
         if matches!(self.state, State::Graph { .. }) {
-            return self.inputs[at].overwrite(data).map_err(invalid);
+            return self.inputs[at].overwrite(data).map_err(device_failed);
         }
         self.inputs[at] = Array::from_data(data, &self.devices.device);
         Ok(())
@@ -144,7 +144,10 @@ impl Frames {
 fn cloned(made: &Outputs) -> Outputs {
     match made {
         Ok(made) => Ok(made.clone()),
-        Err(why) => Err(invalid(why.to_string())),
+        Err(OnnxError::Node(fault)) => Err(OnnxError::Node(fault.clone())),
+        Err(OnnxError::Invalid(why)) => Err(invalid(why.clone())),
+        Err(OnnxError::Device(why)) => Err(device_failed(why.clone())),
+        Err(why) => Err(device_failed(why.to_string())),
     }
 }
 

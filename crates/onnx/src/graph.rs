@@ -97,7 +97,7 @@ impl Type {
     pub(crate) fn checked(&self, array: Array) -> Result<Array, String> {
         if !self.has(&array.shape()) {
             let (have, want) = (array.shape(), self.lengths());
-            return Err(format!("a result has the shape {have:?}, and {want} was inferred"));
+            return Err(format!("expected an output of the inferred shape {want}, got {have:?}"));
         }
         let float = |own: &DType| own.is_float() && array.dtype().is_float();
         Ok(match self.dtype.filter(float) {
@@ -111,11 +111,11 @@ impl Type {
         let bools =
             |one: DType, other: DType| matches!((one, other), (DType::Bool(_), DType::Bool(_)));
         if let Some(want) = self.dtype.filter(|want| *want != dtype && !bools(*want, dtype)) {
-            return Err(format!("got elements of type {dtype:?}, expected {want:?}"));
+            return Err(format!("expected dtype {want:?}, got {dtype:?}"));
         }
         match self.has(shape) {
             true => Ok(()),
-            false => Err(format!("got the shape {shape:?}, expected {}", self.lengths())),
+            false => Err(format!("expected shape {}, got {shape:?}", self.lengths())),
         }
     }
 
@@ -218,7 +218,7 @@ impl Reader<'_> {
         }
         if let Some(sparse) = proto.sparse_initializer.first() {
             let name = sparse.values.as_ref().map_or("", |own| &own.name);
-            return Err(invalid(format!("`{name}` is sparse, which is not supported")));
+            return Err(invalid(format!("sparse initializer `{name}` is not supported")));
         }
         for input in &proto.input {
             // An initializer with the name of an input is its default, and counts as a constant.
@@ -235,7 +235,7 @@ impl Reader<'_> {
         for output in &proto.output {
             let id = self
                 .find(&output.name)
-                .ok_or_else(|| invalid(format!("nothing makes the output `{}`", output.name)))?;
+                .ok_or_else(|| invalid(format!("no node computes output `{}`", output.name)))?;
             self.scope().graph.outputs.push(id);
         }
         let mut scope = self.outer.pop().expect("pushed above");
@@ -284,7 +284,7 @@ impl Reader<'_> {
         for name in &proto.input {
             let found = if name.is_empty() { None } else { self.find(name) };
             if found.is_none() && !name.is_empty() {
-                return Err(invalid(format!("nothing makes `{name}`")));
+                return Err(invalid(format!("no input, initializer or node defines `{name}`")));
             }
             inputs.push(found);
         }
@@ -318,7 +318,7 @@ impl Reader<'_> {
     fn attribute(&mut self, own: AttributeProto) -> Result<Attribute, OnnxError> {
         let text = |bytes: &bytes::Bytes| {
             String::from_utf8(bytes.to_vec())
-                .map_err(|_| invalid(format!("the attribute `{}` is no UTF-8", own.name)))
+                .map_err(|_| invalid(format!("expected UTF-8 in attribute `{}`", own.name)))
         };
         Ok(match own.r#type {
             1 => Attribute::Float(own.f),
@@ -326,12 +326,14 @@ impl Reader<'_> {
             3 => Attribute::Text(text(&own.s)?),
             4 => {
                 let tensor = own.t.as_ref();
-                let tensor =
-                    tensor.ok_or_else(|| invalid(format!("`{}` has no tensor", own.name)))?;
+                let tensor = tensor
+                    .ok_or_else(|| invalid(format!("attribute `{}` has no tensor", own.name)))?;
                 Attribute::Tensor(self.tensor(tensor)?)
             }
             5 => {
-                let graph = own.g.ok_or_else(|| invalid(format!("`{}` has no graph", own.name)))?;
+                let graph = own
+                    .g
+                    .ok_or_else(|| invalid(format!("attribute `{}` has no graph", own.name)))?;
                 Attribute::Graph(Box::new(self.graph(graph)?), 0)
             }
             6 => Attribute::Floats(own.floats),
@@ -339,7 +341,11 @@ impl Reader<'_> {
             8 => Attribute::Texts(own.strings.iter().map(text).collect::<Result<_, _>>()?),
             // Tensors, graphs, sparse tensors, types.
             9..=14 => Attribute::Other,
-            other => return Err(invalid(format!("the attribute `{}` has type {other}", own.name))),
+            other => {
+                let name = &own.name;
+                let why = format!("expected type 1 to 14 of attribute `{name}`, got {other}");
+                return Err(invalid(why));
+            }
         })
     }
 

@@ -12,7 +12,7 @@ use crate::array::is_host;
 /// Checks that a tensor fits in memory: an allocation that fails on the host ends the process.
 ///
 /// # Errors
-/// The machine has less.
+/// The tensor is larger than the memory of the machine, or than 1 TiB on a device.
 pub(crate) fn fits(shape: &[usize], dtype: DType, device: &DispatchDevice) -> Result<(), String> {
     static MEMORY: LazyLock<usize> =
         LazyLock::new(|| HostMemory::now().map_or(1 << 36, |own| own.total as usize));
@@ -20,7 +20,10 @@ pub(crate) fn fits(shape: &[usize], dtype: DType, device: &DispatchDevice) -> Re
     let bytes = shape.iter().try_fold(dtype.size(), |all, own| all.checked_mul(*own));
     match bytes {
         Some(bytes) if bytes <= most => Ok(()),
-        _ => Err(format!("a tensor of shape {shape:?} needs more memory than there is")),
+        _ => {
+            let gib = most >> 30;
+            Err(format!("a tensor of shape {shape:?} exceeds the memory limit of {gib} GiB"))
+        }
     }
 }
 

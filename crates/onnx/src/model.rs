@@ -14,7 +14,7 @@ use tune::timing::Stopwatch;
 
 use crate::array::Array;
 use crate::devices::Devices;
-use crate::error::invalid;
+use crate::error::device_failed;
 use crate::frames::Frames;
 use crate::graph::{self, Graph, Type, ValueType};
 use crate::passes::{self, Passes};
@@ -68,7 +68,7 @@ pub fn random(values: &[ValueType], length: usize) -> Result<Vec<TensorData>, On
     let each = |(at, value): (usize, &ValueType)| {
         let unknown = || OnnxError::Input {
             name: value.name.clone(),
-            why: "its type is not known".to_owned(),
+            why: "cannot make random data: the file does not declare its dtype and rank".to_owned(),
         };
         let (dtype, shape) = value.dtype.zip(value.shape.as_ref()).ok_or_else(unknown)?;
         let shape: Vec<usize> = shape.iter().map(|own| own.parse().unwrap_or(length)).collect();
@@ -145,7 +145,7 @@ impl Model {
         let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         let device = Device::new(self.devices.device.clone());
-        let wait = || device.sync().map_err(|why| invalid(format!("{why:?}")));
+        let wait = || device.sync().map_err(|why| device_failed(format!("{why:?}")));
         own.run()?;
         wait()?;
         let first = started.elapsed();
@@ -171,7 +171,7 @@ impl Model {
 
     fn read(&self, made: Vec<Array>) -> Result<Vec<TensorData>, OnnxError> {
         let data = made.iter().zip(&self.outputs).map(|(own, dtype)| {
-            let data = own.to_data().map_err(invalid)?;
+            let data = own.to_data().map_err(device_failed)?;
             Ok(match dtype {
                 Some(dtype) if dtype.is_float() => data.convert_dtype(*dtype),
                 _ => data,
@@ -185,7 +185,7 @@ impl Model {
         let ids = &self.graph.inputs;
         if inputs.len() != ids.len() {
             let (have, need) = (inputs.len(), ids.len());
-            return Err(invalid(format!("it has {need} inputs, and {have} are given")));
+            return Err(OnnxError::Argument(format!("expected {need} inputs, got {have}")));
         }
         for (id, data) in ids.iter().zip(inputs) {
             let value = &self.graph.values[*id];
@@ -239,7 +239,7 @@ impl Model {
     /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
     ///
     /// # Errors
-    /// [`OnnxError::Invalid`] for a name in [`Options::keep_f32`] that no node has.
+    /// [`OnnxError`].
     pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
         let (graph, counts) = self.concrete(shapes)?;
         Ok((counts, Plan::new(&graph)))

@@ -15,7 +15,6 @@ use burn::tensor::DType;
 use ops::{Function, Step};
 
 use crate::OnnxError;
-use crate::error::invalid;
 use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
 use crate::tensor;
 
@@ -25,7 +24,7 @@ pub(crate) const KEPT: &str = "flashover keeps f32";
 /// Marks the nodes that keep f32: those with a name, or with a result of a name. No pass rewrites them.
 ///
 /// # Errors
-/// [`OnnxError::Invalid`] for a name that neither a node nor a result has.
+/// [`OnnxError::Argument`] for a name that no node and no value has.
 pub(crate) fn mark(graph: &mut Graph, names: &[String]) -> Result<(), OnnxError> {
     for name in names {
         let values = &graph.values;
@@ -33,8 +32,9 @@ pub(crate) fn mark(graph: &mut Graph, names: &[String]) -> Result<(), OnnxError>
         let mut found =
             graph.nodes.iter_mut().filter(|node| node.name == *name || made(node)).peekable();
         if found.peek().is_none() {
-            let hint = "hint: `flashover onnx profile` prints names of nodes";
-            return Err(invalid(format!("no node and no result is named `{name}`\n{hint}")));
+            let hint = "hint: `flashover onnx profile` prints the names of nodes";
+            let why = format!("expected the name of a node or value, got `{name}`\n{hint}");
+            return Err(OnnxError::Argument(why));
         }
         for node in found {
             node.attributes.insert(KEPT.to_owned(), Attribute::Int(1));

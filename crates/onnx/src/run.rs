@@ -9,7 +9,7 @@ use ops::{Ctx, Placed};
 
 use crate::array::{Array, Kind, Memo, copies, kind};
 use crate::devices::{Devices, Layout};
-use crate::error::invalid;
+use crate::error::{device_failed, invalid};
 use crate::graph::{Attribute, Graph, Node, Type, ValueId};
 use crate::limits::fits;
 use crate::ops::fused::{PADDED_CHANNELS, is_ours};
@@ -89,7 +89,7 @@ impl Program {
             return Ok(None);
         }
         let placed = Placed::new(blocks, results, device);
-        placed.map_err(|why| invalid(why.to_string()))
+        placed.map_err(|why| device_failed(why.to_string()))
     }
 
     /// Checks that all operators of a graph are supported.
@@ -124,7 +124,7 @@ impl Program {
         placed: Option<&Placed>,
     ) -> Result<Vec<Array>, OnnxError> {
         let pass = placed.map(Placed::pass).transpose();
-        let pass = pass.map_err(|why| invalid(why.to_string()))?;
+        let pass = pass.map_err(|why| device_failed(why.to_string()))?;
         let mut values = self.constants.clone();
         for (id, array) in self.inputs.iter().zip(given) {
             values[*id] = Some(array);
@@ -168,7 +168,7 @@ impl Program {
             step.last.iter().for_each(|id| values[*id] = None);
         }
         let made = self.outputs.iter().map(|id| values[*id].clone());
-        made.map(|own| own.ok_or_else(|| invalid("an output has no value"))).collect()
+        made.map(|own| own.ok_or_else(|| invalid("no node computed an output"))).collect()
     }
 }
 
@@ -185,7 +185,7 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
         }
         let node = &node;
         if let Some(dtype) = missing(graph, node, devices) {
-            faults.push(Fault::new(node, format!("the device has no {dtype:?}")));
+            faults.push(Fault::new(node, format!("the device does not support dtype {dtype:?}")));
             continue;
         }
         match operator(node, opset, devices) {
@@ -266,5 +266,7 @@ pub(crate) fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, St
 
 fn panic_text(why: &(dyn std::any::Any + Send)) -> String {
     let text = why.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| why.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
+    text.or_else(|| why.downcast_ref::<&str>().copied())
+        .unwrap_or("the operator panicked")
+        .to_owned()
 }

@@ -37,7 +37,7 @@ fn decode(bytes: Bytes, path: &Path) -> Result<ModelProto, OnnxError> {
     let model = ModelProto::decode(bytes).map_err(|why| failed(why.to_string()))?;
     match model.graph {
         Some(_) => Ok(model),
-        None => Err(failed("it has no graph".to_owned())),
+        None => Err(failed("the file has no graph".to_owned())),
     }
 }
 
@@ -63,15 +63,17 @@ impl Files {
         };
         let number = |key: &str| match entry(key) {
             None => Ok(None),
-            Some(text) => text
-                .parse::<usize>()
-                .map(Some)
-                .map_err(|_| failed(format!("`{text}` is no {key} in a file"))),
+            Some(text) => text.parse::<usize>().map(Some).map_err(|_| {
+                failed(format!("expected a number as {key} of external data, got `{text}`"))
+            }),
         };
         let (offset, length) = (number("offset")?.unwrap_or(0), number("length")?);
-        let location = entry("location").ok_or_else(|| failed("it names no file".to_owned()))?;
+        let location = entry("location")
+            .ok_or_else(|| failed("its external data have no location".to_owned()))?;
         let Some(folder) = &self.folder else {
-            return Err(failed(format!("its data are in {location}, and the model has no folder")));
+            return Err(failed(format!(
+                "expected data in the tensor, got external data in {location}"
+            )));
         };
         if !self.mapped.contains_key(location) {
             let path = inside(folder, location).map_err(failed)?;
@@ -81,7 +83,12 @@ impl Files {
         let end = length.map_or(Some(all.len()), |length| offset.checked_add(length));
         match end.filter(|end| offset <= *end && *end <= all.len()) {
             Some(end) => Ok(all.slice(offset..end)),
-            None => Err(failed(format!("{location} ends before its data do"))),
+            None => {
+                let have = all.len();
+                Err(failed(format!(
+                    "{location} has {have} bytes and ends before the tensor's data"
+                )))
+            }
         }
     }
 }
@@ -91,7 +98,8 @@ fn inside(folder: &Path, location: &str) -> Result<PathBuf, String> {
     let relative = Path::new(location);
     let down =
         relative.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
-    let out = || format!("{location} is outside the model's folder");
+    let hint = "hint: move external data into the model's folder";
+    let out = || format!("{location} is outside the model's folder\n{hint}");
     if !down {
         return Err(out());
     }

@@ -14,7 +14,8 @@ pub(crate) const BOOL: DType = DType::Bool(BoolStore::Native);
 /// Returns the element type of a number in a file; an error in words for those that are not supported.
 pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     use DataType as T;
-    let data_type = T::try_from(number).map_err(|_| format!("{number} is no element type"))?;
+    let data_type = T::try_from(number)
+        .map_err(|_| format!("expected an element type from 1 to 26, got {number}"))?;
     Ok(match data_type {
         T::Float => DType::F32,
         T::Double => DType::F64,
@@ -29,7 +30,7 @@ pub(crate) fn dtype(number: i32) -> Result<DType, String> {
         T::Uint32 => DType::U32,
         T::Uint64 => DType::U64,
         T::Bool => BOOL,
-        other => return Err(format!("elements of type {other:?} are not supported")),
+        other => return Err(format!("dtype {other:?} is not supported")),
     })
 }
 
@@ -46,22 +47,25 @@ pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<Constant, 
     let shape = tensor
         .dims
         .iter()
-        .map(|own| usize::try_from(*own).map_err(|_| failed(format!("a dimension is {own}"))))
+        .map(|own| {
+            usize::try_from(*own)
+                .map_err(|_| failed(format!("expected dimensions of 0 or more, got {own}")))
+        })
         .collect::<Result<Vec<_>, _>>()?;
     let need = shape
         .iter()
         .try_fold(dtype.size(), |all, own| all.checked_mul(*own))
-        .ok_or_else(|| failed("it is larger than memory".to_owned()))?;
+        .ok_or_else(|| failed(format!("shape {shape:?} is too large")))?;
     let bytes = match tensor.data_location {
         0 => listed(tensor, dtype),
         1 => files.bytes(tensor)?,
-        other => return Err(failed(format!("{other} is no place of data"))),
+        other => return Err(failed(format!("expected data_location 0 or 1, got {other}"))),
     };
     if bytes.len() != need {
-        return Err(failed(format!("it needs {need} bytes, and has {}", bytes.len())));
+        return Err(failed(format!("expected {need} bytes of data, got {}", bytes.len())));
     }
     if matches!(dtype, DType::Bool(_)) && bytes.iter().any(|byte| *byte > 1) {
-        return Err(failed("a bool is neither 0 nor 1".to_owned()));
+        return Err(failed("expected bytes 0 or 1 as bools".to_owned()));
     }
     Ok(Constant { bytes, shape, dtype })
 }
@@ -83,7 +87,7 @@ pub fn decode_tensor(bytes: &[u8]) -> Result<(String, TensorData), OnnxError> {
 pub fn encode_tensor(name: &str, data: &TensorData) -> Result<Vec<u8>, OnnxError> {
     let why = || OnnxError::Tensor {
         name: name.to_owned(),
-        why: format!("elements of type {:?} cannot be written", data.dtype()),
+        why: format!("ONNX has no dtype {:?}", data.dtype()),
     };
     let tensor = TensorProto {
         dims: data.shape().iter().map(|own| *own as i64).collect(),

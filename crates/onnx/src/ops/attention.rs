@@ -104,10 +104,12 @@ pub(crate) fn attend(
     scoring: Scoring,
 ) -> Result<(Array, Option<Array>), String> {
     let Heads { q, k, v } = heads;
-    let [batch, count, rows, size] = q.shape()[..] else { return Err("q has no heads".to_owned()) };
+    let [batch, count, rows, size] = q.shape()[..] else {
+        return Err(format!("expected q of rank 4, got shape {:?}", q.shape()));
+    };
     let (kv_heads, columns) = (k.shape()[1], k.shape()[2]);
     if kv_heads == 0 || count % kv_heads != 0 {
-        return Err(format!("{kv_heads} heads of keys do not divide {count}"));
+        return Err(format!("expected heads of k that divide the {count} of q, got {kv_heads}"));
     }
     let dtype = q.dtype();
     let ends = scoring.causal.is_none_or(|offset| offset + rows == columns);
@@ -210,10 +212,10 @@ pub(crate) fn with_past(past: Option<Array>, new: Array) -> Array {
 /// The rank is not 3, or the heads do not divide the width.
 pub(crate) fn split(x: Array, heads: usize) -> Result<Array, String> {
     let [batch, positions, width] = x.shape()[..] else {
-        return Err(format!("an operand of rank {} has no heads", x.rank()));
+        return Err(format!("expected an operand of rank 3, got shape {:?}", x.shape()));
     };
     if heads == 0 || width % heads != 0 {
-        return Err(format!("{heads} heads do not divide {width} numbers"));
+        return Err(format!("expected a hidden size divisible by {heads} heads, got {width}"));
     }
     Ok(x.reshape(&[batch, positions, heads, width / heads]).permute(&[0, 2, 1, 3]))
 }
@@ -235,7 +237,7 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         1 => Scores::Capped,
         2 => Scores::Masked,
         3 => Scores::Shares,
-        other => return Err(format!("scores of kind {other} are not supported")),
+        other => return Err(format!("qk_matmul_output_mode {other} is not supported")),
     };
     let scoring = Arc::new(Scoring {
         precision: call
@@ -250,7 +252,10 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         let mut own = [inputs.get(0)?, inputs.get(1)?, inputs.get(2)?];
         for (own, heads) in own.iter_mut().zip(heads) {
             if own.rank() == 3 {
-                *own = split(own.clone(), heads.ok_or("the number of heads is missing")?)?;
+                *own = split(
+                    own.clone(),
+                    heads.ok_or("attribute `q_num_heads` or `kv_num_heads` is missing")?,
+                )?;
                 flat = true;
             }
         }
@@ -261,8 +266,8 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         let (batch, rows, columns) = (q.shape()[0], q.shape()[2], k.shape()[2]);
         let mask = inputs.maybe(3).map(|own| whole(as_numbers(own)?, columns)).transpose()?;
         let lengths = inputs.maybe(6).map(|own| own.ints()).transpose()?;
-        if lengths.as_ref().is_some_and(|own| own.len() != batch) {
-            return Err(format!("the lengths of keys are not {batch}"));
+        if let Some(own) = lengths.as_ref().filter(|own| own.len() != batch) {
+            return Err(format!("expected {batch} key lengths, got {}", own.len()));
         }
         // A mask that our kernel has no word for. Lengths put the last query at the last key.
         let needed = lengths.is_some() || left.is_some() || right.is_some();
@@ -309,7 +314,7 @@ pub(crate) fn as_numbers(mask: Array) -> Result<Array, String> {
 /// It has no dimensions.
 pub(crate) fn whole(mask: Array, columns: usize) -> Result<Array, String> {
     let mut shape = mask.shape();
-    let last = shape.last_mut().ok_or("a mask has no dimensions")?;
+    let last = shape.last_mut().ok_or("expected a mask of rank 1 or more, got a scalar")?;
     if *last >= columns {
         return Ok(mask);
     }

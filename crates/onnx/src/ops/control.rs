@@ -54,7 +54,7 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
         let mut iteration = 0;
         while goes_on && iterations.is_none_or(|iterations| iteration < iterations) {
             if iteration as usize == MAX_ITERATIONS {
-                return Err(format!("the loop has not ended after {MAX_ITERATIONS} iterations"));
+                return Err(format!("the loop did not end within {MAX_ITERATIONS} iterations"));
             }
             let number = TensorData::new(vec![iteration], Vec::<usize>::new());
             let flag = TensorData::new(vec![true], Vec::<usize>::new());
@@ -62,7 +62,7 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
                 vec![Array::from_data(number, inputs.host), Array::from_data(flag, inputs.host)];
             given.append(&mut values);
             let mut made = run(&body, inputs, given)?.into_iter();
-            goes_on = is_true(&made.next().ok_or("the body has no condition")?)?;
+            goes_on = is_true(&made.next().ok_or("the body returns no condition")?)?;
             values = made.by_ref().take(carried).collect();
             for (at, own) in made.enumerate() {
                 if collected.len() <= at {
@@ -78,7 +78,7 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
                 None => {
                     let (dtype, shape) = shape
                         .as_ref()
-                        .ok_or("a loop without iterations has results of unknown shape")?;
+                        .ok_or("the shape of an output is unknown: the loop ran no iteration")?;
                     let whole = [&[0][..], shape].concat();
                     Array::from_data(
                         TensorData::from_bytes_vec(Vec::new(), whole, *dtype),
@@ -104,7 +104,10 @@ fn stacked(all: Vec<Array>, at: usize) -> Array {
 fn scan(call: &Call<'_>) -> Result<Run, String> {
     let body = call.subgraph("body")?;
     let scanned = call.int("num_scan_inputs").unwrap_or(0) as usize;
-    let carried = call.given().checked_sub(scanned).ok_or("it has too few inputs")?;
+    let carried = call
+        .given()
+        .checked_sub(scanned)
+        .ok_or_else(|| format!("expected at least {scanned} inputs, got {}", call.given()))?;
     let list = |name: &str| call.ints(name).map(<[i64]>::to_vec).unwrap_or_default();
     let (in_axes, out_axes) = (list("scan_input_axes"), list("scan_output_axes"));
     let (in_reversed, out_reversed) =

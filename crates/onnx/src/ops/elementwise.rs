@@ -11,7 +11,7 @@ use crate::tensor;
 pub(super) fn read(call: &Call<'_>) -> Read {
     if call.op() == "Dropout" && call.is_given(2) {
         return Some(Err(
-            "whether it trains is an input: dropout while training is random".to_owned()
+            "expected a constant training_mode, got an input: training is not supported".to_owned(),
         ));
     }
     if call.op() == "Cast" {
@@ -33,7 +33,8 @@ fn from_axis(run: Run, from: i64) -> Run {
         let from = super::axis(from, a.rank())?;
         let mut shape = b.shape();
         if from + shape.len() > a.rank() {
-            return Err(format!("{shape:?} does not fit from axis {from} of {:?}", a.shape()));
+            let whole = a.shape();
+            return Err(format!("expected b to fit {whole:?} from axis {from} on, got {shape:?}"));
         }
         shape.resize(a.rank() - from, 1);
         let all = [Some(a), Some(b.reshape(&shape))];
@@ -229,7 +230,7 @@ fn dropout() -> Run {
         if let Some(train) = inputs.maybe(2)
             && train.ints()? != [0]
         {
-            return Err("dropout while training is random".to_owned());
+            return Err("expected training_mode false: training is not supported".to_owned());
         }
         let x = inputs.get(0)?;
         let all = Scalar::Bool(true);
@@ -327,7 +328,10 @@ fn others(call: &Call<'_>) -> Option<Run> {
         "Mean" => Box::new(|inputs| {
             let count = inputs.all.len() as f64;
             let all = inputs.each()?;
-            let sum = all.into_iter().reduce(Array::plus).ok_or("there are no inputs")?;
+            let sum = all
+                .into_iter()
+                .reduce(Array::plus)
+                .ok_or("expected at least one input, got none")?;
             Ok(vec![sum.times_number(1.0 / count)])
         }),
         "Where" => {
@@ -345,7 +349,7 @@ fn others(call: &Call<'_>) -> Option<Run> {
 fn fold(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| {
         let mut all = inputs.each()?.into_iter();
-        let first = all.next().ok_or("there are no inputs")?;
+        let first = all.next().ok_or("expected at least one input, got none")?;
         Ok(vec![all.try_fold(first, &run)?])
     })
 }

@@ -122,7 +122,7 @@ impl Convolution {
         let sizes = windows.sizes(&image, &weight.shape()[2..])?;
         let x = match channels {
             Some(channels) if *channels != x.shape()[1] => {
-                return Err(format!("the image has {} channels, not {channels}", x.shape()[1]));
+                return Err(format!("expected x with {channels} channels, got {}", x.shape()[1]));
             }
             Some(_) => pad_channels(ctx, &x)?,
             None => x,
@@ -215,7 +215,9 @@ impl Convolution {
         let x = if parts.len() == 1 { x } else { Array::concat(parts, 2) };
         let (depth, taps) = (x.shape()[2], filter[2]);
         let reach = (taps - 1) * dilation + 1;
-        let room = depth.checked_sub(reach).ok_or("the filters are deeper than the image")?;
+        let room = depth
+            .checked_sub(reach)
+            .ok_or_else(|| format!("expected an image of depth {reach} or more, got {depth}"))?;
         let count = room / stride + 1;
         let flat = |own: &[usize]| own[1..].to_vec();
         let pads = [flat(&sizes.before), flat(&sizes.after)].concat();
@@ -254,7 +256,7 @@ impl Convolution {
             };
             sum = Some(plane.run(ctx, operands)?);
         }
-        let sum = sum.ok_or("the filters have no depth")?;
+        let sum = sum.ok_or("expected filters of depth 1 or more")?;
         let flat = sum.shape();
         let out = sum.reshape(&[own[0], count, flat[1], flat[2], flat[3]]);
         Ok(out.permute(&[0, 2, 1, 3, 4]))
@@ -408,7 +410,7 @@ pub(crate) fn project(
 ) -> Result<Array, String> {
     let LinearEpilogue { bias, activation, gate, residual } = epilogue;
     let (mut shape, width) = (x.shape(), weight.shape()[1]);
-    let k = shape.pop().ok_or("x has no dimensions")?;
+    let k = shape.pop().ok_or("expected x of rank 1 or more, got a scalar")?;
     let rows: usize = shape.iter().product();
     shape.push(width);
     if !ours || !is_ours(x.dtype()) {

@@ -18,7 +18,10 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let (own, index_shape) = (x.shape(), indices.shape());
                 // A single entry is a view.
                 if indices.count() == 1 && indices.is_known() {
-                    let place = axis(indices.ints()?[0], own[at])?;
+                    let (index, len) = (indices.ints()?[0], own[at]);
+                    let place = axis(index, len).map_err(|_| {
+                        format!("expected an index below {len} for axis {at}, got {index}")
+                    })?;
                     let shape = [&own[..at], &index_shape[..], &own[at + 1..]].concat();
                     return Ok(vec![x.narrow(at, place, place + 1).reshape(&shape)]);
                 }
@@ -131,16 +134,17 @@ fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
         "mul" => IndexingUpdateOp::Mul,
         "min" => IndexingUpdateOp::Min,
         "max" => IndexingUpdateOp::Max,
-        other => return Err(format!("a reduction by {other} is not supported")),
+        other => return Err(format!("reduction `{other}` is not supported")),
     })
 }
 
 /// Returns the place in a flat tensor that each row of indices names, and the elements of each.
 fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), String> {
     let index_shape = indices.shape();
-    let depth = *index_shape.last().ok_or("the indices have no dimension")?;
+    let depth = *index_shape.last().ok_or("expected indices of rank 1 or more, got a scalar")?;
     if depth > shape.len() {
-        return Err(format!("{depth} indices for a tensor of rank {}", shape.len()));
+        let rank = shape.len();
+        return Err(format!("expected at most {rank} indices per element, got {depth}"));
     }
     let block: usize = shape[depth..].iter().product();
     let all = indices.ints()?;
@@ -152,13 +156,14 @@ fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), St
         })
     };
     let rows = all.chunks(depth.max(1)).map(place).collect::<Option<Vec<_>>>();
-    Ok((rows.ok_or("an index is outside of the tensor")?, block))
+    let rows = rows.ok_or_else(|| format!("an index is out of range for shape {shape:?}"))?;
+    Ok((rows, block))
 }
 
 fn gather_nd(inputs: &Inputs<'_>, batch: usize) -> Result<Vec<Array>, String> {
     let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
     let (own, index_shape) = (x.shape(), indices.shape());
-    let depth = *index_shape.last().ok_or("the indices have no dimension")?;
+    let depth = *index_shape.last().ok_or("expected indices of rank 1 or more, got a scalar")?;
     let shape = [&index_shape[..index_shape.len() - 1], &own[batch + depth..]].concat();
     let batches: usize = own[..batch].iter().product();
     let (places, block) = flat_places(&own[batch..], &indices)?;

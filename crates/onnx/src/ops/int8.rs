@@ -26,16 +26,16 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 const EXACT: usize = 512;
 
 fn matmul(call: &Call<'_>) -> Result<Run, String> {
-    let codes = call.tensor("codes").ok_or("it has no codes")?;
-    let scales = call.tensor("scales").ok_or("it has no scales")?;
-    let number = call.int("number").ok_or("it has no number")?;
+    let codes = call.tensor("codes").ok_or("the codes are missing")?;
+    let scales = call.tensor("scales").ok_or("the scales are missing")?;
+    let number = call.int("number").ok_or("the number of the matrix is missing")?;
     let (transposed, whole) = (call.flag("transposed"), call.flag("integer"));
     let [rows, columns] = codes.shape().to_vec()[..] else {
-        return Err("its codes are no matrix".to_owned());
+        return Err("expected codes of rank 2".to_owned());
     };
     let [n, k] = if transposed { [rows, columns] } else { [columns, rows] };
     if ![1, n].contains(&scales.num_elements()) {
-        return Err(format!("it has {} scales for {n} columns", scales.num_elements()));
+        return Err(format!("expected 1 or {n} scales, got {}", scales.num_elements()));
     }
     let devices = call.devices().clone();
     // Multiplies x by the part of the matrix that begins at a place of K.
@@ -51,7 +51,10 @@ fn matmul(call: &Call<'_>) -> Result<Run, String> {
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         if x.shape().last() != Some(&k) {
-            return Err(format!("expected rows of {k} numbers, got {:?}", x.shape()));
+            return Err(format!(
+                "expected x with a last dimension of {k}, got shape {:?}",
+                x.shape()
+            ));
         }
         if !whole {
             return Ok(vec![multiply(inputs, 0, x)?]);

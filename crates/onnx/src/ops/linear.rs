@@ -76,7 +76,9 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     }
     let (mut of_a, mut of_b) = (a.shape(), b.shape());
     if of_a.is_empty() || of_b.is_empty() {
-        return Err("a factor has no dimensions".to_owned());
+        return Err(format!(
+            "expected operands of rank 1 or more, got shapes {of_a:?} and {of_b:?}"
+        ));
     }
     if of_a.len() > 2 && of_b.len() == 2 && of_a.last() == of_b.first() {
         // One matrix for all rows: one product, not one for each of the batch.
@@ -95,10 +97,11 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     let [(batch_a, matrix_a), (batch_b, matrix_b)] =
         [&of_a, &of_b].map(|own| own.split_at(own.len() - 2));
     if matrix_a[1] != matrix_b[0] {
-        return Err(format!("{of_a:?} and {of_b:?} cannot be multiplied"));
+        return Err(format!("expected equal inner dimensions, got shapes {of_a:?} and {of_b:?}"));
     }
     let batch = broadcast(&[batch_a.to_vec(), batch_b.to_vec()]);
-    let batch = batch.ok_or_else(|| format!("{of_a:?} and {of_b:?} cannot be multiplied"))?;
+    let batch =
+        batch.ok_or_else(|| format!("batches of {of_a:?} and {of_b:?} do not broadcast"))?;
     let padded = |own: &[usize], matrix: &[usize]| {
         let ones = std::iter::repeat_n(1, batch.len() - own.len());
         ones.chain(own.iter().copied()).chain(matrix.iter().copied()).collect::<Vec<_>>()
@@ -125,7 +128,8 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     };
     let terms: Vec<&str> = left.split(',').collect();
     if terms.len() != inputs.len() {
-        return Err(format!("{equation} has {} terms for {} inputs", terms.len(), inputs.len()));
+        let (want, have) = (terms.len(), inputs.len());
+        return Err(format!("expected {want} inputs for equation `{equation}`, got {have}"));
     }
     // Dots stand for dimensions of any number: they get labels that no letter has.
     let named = |term: &str| term.chars().filter(|own| *own != '.').count();
@@ -165,10 +169,10 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
         let later = rest(at + 1);
         result = Some(summed(joined, &|label| out.contains(&label) || later.contains(&label)));
     }
-    let (array, labels) = result.ok_or("there are no inputs")?;
+    let (array, labels) = result.ok_or("expected at least one input, got none")?;
     let order = out.iter().map(|own| labels.iter().position(|have| have == own));
     let order: Vec<usize> =
-        order.collect::<Option<_>>().ok_or("the result has a label of no input")?;
+        order.collect::<Option<_>>().ok_or("the output has a label that no input has")?;
     Ok(array.permute(&order))
 }
 
@@ -176,7 +180,8 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
 fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), String> {
     let mut labels = labels.to_vec();
     if labels.len() != array.rank() {
-        return Err(format!("a term has {} labels for a rank of {}", labels.len(), array.rank()));
+        let (want, have) = (labels.len(), array.rank());
+        return Err(format!("expected an input of rank {want} for its labels, got rank {have}"));
     }
     while let Some((one, other)) = (0..labels.len())
         .flat_map(|one| (one + 1..labels.len()).map(move |other| (one, other)))
@@ -241,9 +246,11 @@ fn summed((array, labels): (Array, Vec<char>), keeps: &dyn Fn(char) -> bool) -> 
 /// Determinants of matrices, by elimination in f64 on the host.
 fn determinant(x: &Array) -> Result<Array, String> {
     let own = x.shape();
-    let [.., rows, columns] = own[..] else { return Err("x has no rank of 2".to_owned()) };
+    let [.., rows, columns] = own[..] else {
+        return Err(format!("expected x of rank 2 or more, got shape {own:?}"));
+    };
     if rows != columns {
-        return Err("a matrix is not square".to_owned());
+        return Err(format!("expected square matrices, got shape {own:?}"));
     }
     let all = x.floats()?;
     let determinant = |matrix: &[f64]| {

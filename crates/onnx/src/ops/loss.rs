@@ -17,7 +17,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "none" => Fold::None,
         "mean" => Fold::Mean,
         "sum" => Fold::Sum,
-        other => return Some(Err(format!("a reduction by {other} is not supported"))),
+        other => return Some(Err(format!("reduction `{other}` is not supported"))),
     };
     let ignored = call.int("ignore_index");
     Some(Ok(Box::new(move |inputs| {

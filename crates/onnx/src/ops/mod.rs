@@ -179,7 +179,7 @@ impl<'a> Call<'a> {
     /// It is missing, or has nodes that cannot run.
     pub(crate) fn subgraph(&self, name: &str) -> Result<Subgraph, String> {
         let Some(Attribute::Graph(graph, from)) = self.node.attributes.get(name) else {
-            return Err(format!("it has no {name}"));
+            return Err(format!("attribute `{name}` is missing"));
         };
         let program = Program::new(graph, self.opset, self.devices);
         let declared = |id: &usize| {
@@ -267,6 +267,9 @@ pub(crate) fn axis(axis: i64, rank: usize) -> Result<usize, String> {
     let own = if axis < 0 { axis + rank as i64 } else { axis };
     match usize::try_from(own) {
         Ok(own) if own < rank.max(1) => Ok(own),
-        _ => Err(format!("a tensor of rank {rank} has no axis {axis}")),
+        _ => {
+            let last = rank.max(1) - 1;
+            Err(format!("expected an axis from -{rank} to {last} for rank {rank}, got {axis}"))
+        }
     }
 }

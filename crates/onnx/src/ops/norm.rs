@@ -57,7 +57,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let size = match p {
                     1 => sum(x.clone().float(Dispatch::float_abs)),
                     2 => sum(x.clone().times(x.clone())).float(Dispatch::float_sqrt),
-                    other => return Err(format!("a norm of order {other} is not supported")),
+                    other => return Err(format!("expected p of 1 or 2, got {other}")),
                 };
                 // A line of zeros stays.
                 let zero = size.clone().above(0.0).not().cast(x.dtype());
@@ -113,7 +113,7 @@ pub(super) fn grouped(
     let (own, dtype) = (x.shape(), x.dtype());
     let (batch, channels) = (own[0], own[1]);
     if groups == 0 || channels % groups != 0 {
-        return Err(format!("{groups} groups do not divide {channels} channels"));
+        return Err(format!("expected channels divisible by {groups} groups, got {channels}"));
     }
     let rest = x.count() / (batch * groups).max(1);
     let (normed, ..) = normed(x.reshape(&[batch, groups, rest]), &[2], epsilon, true);

@@ -114,10 +114,13 @@ fn ordered(own: f64) -> i64 {
 /// Places from -1 to 1 of the pixels of an image that is turned and shifted: `theta · (x, y, 1)`.
 fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String> {
     let (theta, size) = (inputs.get(0)?, inputs.lengths(1)?);
-    let [batch, _, image @ ..] = &size[..] else { return Err("the size has no image".to_owned()) };
+    let [batch, _, image @ ..] = &size[..] else {
+        return Err(format!("expected a size [batch, channels, …], got {size:?}"));
+    };
     let dims = image.len();
     if theta.shape() != [*batch, dims, dims + 1] {
-        return Err(format!("theta has the shape {:?}", theta.shape()));
+        let want = [*batch, dims, dims + 1];
+        return Err(format!("expected theta of shape {want:?}, got {:?}", theta.shape()));
     }
     let values = theta.floats()?;
     let place = |at: usize, len: usize| match (corners, len) {
@@ -157,11 +160,11 @@ fn max_unpool(
     let own = x.shape();
     let rank = kernel.len();
     if own.len() != rank + 2 {
-        return Err(format!("a window of {rank} dimensions does not fit {own:?}"));
+        return Err(format!("expected x of rank {}, got shape {own:?}", rank + 2));
     }
     let natural = |at: usize| {
         let len = (own[at + 2] as i64 - 1) * strides[at] + kernel[at] - pads[at] - pads[at + rank];
-        usize::try_from(len).map_err(|_| "the padding is larger than the image".to_owned())
+        usize::try_from(len).map_err(|_| "the pads are larger than the output".to_owned())
     };
     let inner = (0..rank).map(natural).collect::<Result<Vec<_>, _>>()?;
     let natural = [&own[..2], &inner].concat();
@@ -170,7 +173,7 @@ fn max_unpool(
         None => natural.clone(),
     };
     if shape.len() != natural.len() {
-        return Err(format!("the result has the shape {shape:?}"));
+        return Err(format!("expected an output_shape of rank {}, got {shape:?}", natural.len()));
     }
     let mut out = vec![0.0; shape.iter().product()];
     for (value, place) in x.floats()?.into_iter().zip(places.ints()?) {
@@ -182,7 +185,7 @@ fn max_unpool(
             rest /= natural[at].max(1);
         }
         let to = index.iter().zip(&shape).fold(0, |sum, (own, len)| sum * len + own);
-        *out.get_mut(to).ok_or("a place is outside of the image")? = value;
+        *out.get_mut(to).ok_or("an index is outside of the output")? = value;
     }
     Ok(vec![numbers(out, shape, &x)])
 }
@@ -194,15 +197,17 @@ fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Arra
     let list = |at: usize, usual: i64, len: usize| {
         let own = lists[at].clone().unwrap_or_else(|| vec![usual; len]);
         let own = own.into_iter().map(|own| usize::try_from(own).ok()).collect::<Option<Vec<_>>>();
-        own.filter(|own| own.len() == len).ok_or("a list does not fit the image".to_owned())
+        own.filter(|own| own.len() == len).ok_or_else(|| {
+            format!("expected {len} numbers of 0 or more in dilations, pads or strides")
+        })
     };
     let (dilations, pads, strides) = (list(0, 1, rank)?, list(1, 0, 2 * rank)?, list(2, 1, rank)?);
     let [batch, columns, windows] = x.shape()[..] else {
-        return Err("x has no rank of 3".to_owned());
+        return Err(format!("expected x of rank 3, got shape {:?}", x.shape()));
     };
     let taps: usize = block.iter().product();
     if block.len() != rank || taps == 0 || columns % taps != 0 {
-        return Err(format!("blocks of {block:?} do not make {columns} columns"));
+        return Err(format!("expected columns divisible by the block {block:?}, got {columns}"));
     }
     let channels = columns / taps;
     let counts: Vec<usize> = (0..rank)
@@ -212,9 +217,10 @@ fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Arra
             room.checked_div(strides[at]).map(|own| own + 1)
         })
         .collect::<Option<_>>()
-        .ok_or("a block is larger than the image")?;
+        .ok_or_else(|| format!("the block {block:?} is larger than the image {image:?}"))?;
     if counts.iter().product::<usize>() != windows {
-        return Err(format!("{windows} windows do not make {image:?}"));
+        let want: usize = counts.iter().product();
+        return Err(format!("expected {want} blocks for the image {image:?}, got {windows}"));
     }
     let values = x.floats()?;
     let pixels: usize = image.iter().product();
@@ -260,11 +266,14 @@ struct RoiAlign {
 fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, String> {
     let (x, regions, images) = (inputs.get(0)?, inputs.get(1)?, inputs.lengths(2)?);
     let [batch, channels, height, width] = x.shape()[..] else {
-        return Err("x has no rank of 4".to_owned());
+        return Err(format!("expected x of rank 4, got shape {:?}", x.shape()));
     };
     let (values, corners) = (x.floats()?, regions.floats()?);
     if corners.len() != 4 * images.len() || images.iter().any(|own| *own >= batch) {
-        return Err("regions do not fit their images".to_owned());
+        let (count, have) = (images.len(), corners.len());
+        return Err(format!(
+            "expected 4 numbers for each of {count} regions of {batch} images, got {have} numbers"
+        ));
     }
     let [rows, columns] = options.size;
     // Weights of the four pixels around a place.

@@ -170,7 +170,8 @@ fn spread(own: Array, shape: &[usize], at: i64, block: usize) -> Result<Array, S
         return Ok(own.reshape(&each));
     }
     if own.rank() != rank || block == 0 {
-        return Err(format!("scales of shape {:?} do not fit {shape:?}", own.shape()));
+        let have = own.shape();
+        return Err(format!("expected scales for shape {shape:?}, got scales of shape {have:?}"));
     }
     let mut parts = own.shape();
     let count = parts[at];

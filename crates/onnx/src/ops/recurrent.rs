@@ -55,7 +55,7 @@ impl Activation {
                 (1.0, if name == "scaledtanh" { 1.0 } else { 0.0 })
             }
             "relu" | "tanh" | "sigmoid" | "softsign" | "softplus" => (0.0, 0.0),
-            other => return Err(format!("the activation {other} is not supported")),
+            other => return Err(format!("activation `{other}` is not supported")),
         };
         Ok(Self { name, alpha: alpha.unwrap_or(usual_alpha), beta: beta.unwrap_or(usual_beta) })
     }
@@ -105,7 +105,7 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
         "forward" => vec![false],
         "reverse" => vec![true],
         "bidirectional" => vec![false, true],
-        other => return Err(format!("the direction {other} is not supported")),
+        other => return Err(format!("direction `{other}` is not supported")),
     };
     let (_, usual) = cell.usual();
     let names: Vec<String> = match call.texts("activations") {
@@ -118,7 +118,8 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
             .collect(),
     };
     if names.len() != usual.len() * directions.len() {
-        return Err(format!("it has {} activations", names.len()));
+        let want = usual.len() * directions.len();
+        return Err(format!("expected {want} activations, got {}", names.len()));
     }
     let number = |list: &str, at: usize| {
         call.floats(list).and_then(|all| all.get(at)).map(|own| f64::from(*own))
@@ -129,7 +130,7 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
     let all: Vec<Activation> = all.collect::<Result<_, _>>()?;
     let layer = Layer {
         cell,
-        size: size.ok_or("it has no hidden_size")?,
+        size: size.ok_or("attribute `hidden_size` is missing")?,
         activations: all.chunks(usual.len()).map(<[Activation]>::to_vec).collect(),
         directions,
         clip: call.float("clip"),
@@ -149,7 +150,7 @@ impl Layer {
         }
         let dtype = x.dtype();
         let [steps, batch, width] = x.shape()[..] else {
-            return Err("x has no rank of 3".to_owned());
+            return Err(format!("expected x of rank 3, got shape {:?}", x.shape()));
         };
         let lengths = inputs.maybe(4).map(|own| own.lengths()).transpose()?;
         let lengths = lengths.unwrap_or_else(|| vec![steps; batch]);
@@ -162,7 +163,8 @@ impl Layer {
                     own.narrow(0, direction, direction + 1).reshape(&shape)
                 })
             };
-            let (w, r) = (part(1).ok_or("w is missing")?, part(2).ok_or("r is missing")?);
+            let (w, r) =
+                (part(1).ok_or("input W is missing")?, part(2).ok_or("input R is missing")?);
             let start = |at: usize| match inputs.maybe(at) {
                 None => {
                     let zero = scalar_of(0.0, dtype);
@@ -293,7 +295,7 @@ impl Layer {
                 let output = activations[0].run(self.clipped(with(sum(1), peep(1, &next))));
                 (output.times(activations[2].run(next.clone())), Some(next))
             }
-            (Cell::Lstm, None) => return Err("an LSTM has a cell".to_owned()),
+            (Cell::Lstm, None) => return Err("the cell state of the LSTM is missing".to_owned()),
         })
     }
 }

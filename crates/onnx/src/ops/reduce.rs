@@ -283,8 +283,8 @@ fn top_k(
         None => inputs.get(1)?.ints()?[0],
     };
     let len = x.shape()[at];
-    let k = usize::try_from(k).ok().filter(|k| *k <= len);
-    let k = k.ok_or_else(|| format!("k is not from 0 to {len}"))?;
+    let count = usize::try_from(k).ok().filter(|k| *k <= len);
+    let k = count.ok_or_else(|| format!("expected k from 0 to {len} on axis {at}, got {k}"))?;
     // Burn's sort of equal elements has no order, and ONNX wants the lower index first: sort (key, index) on the host.
     let data = x.to_data()?;
     let own = x.shape();

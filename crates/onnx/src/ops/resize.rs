@@ -77,12 +77,12 @@ fn resize(call: &Call<'_>) -> Result<Run, String> {
                     "round_prefer_ceil" => Round::PreferCeil,
                     "floor" => Round::Floor,
                     "ceil" => Round::Ceil,
-                    other => return Err(format!("rounding by {other} is not supported")),
+                    other => return Err(format!("nearest_mode `{other}` is not supported")),
                 })
             }
             "linear" | "bilinear" | "trilinear" => Mode::Linear,
             "cubic" => Mode::Cubic(call.float("cubic_coeff_a").unwrap_or(-0.75)),
-            other => return Err(format!("resizing by {other} is not supported")),
+            other => return Err(format!("mode `{other}` is not supported")),
         },
         place: match call.text("coordinate_transformation_mode").unwrap_or("half_pixel") {
             _ if call.opset < 11 => Place::Asymmetric,
@@ -92,13 +92,16 @@ fn resize(call: &Call<'_>) -> Result<Run, String> {
             "align_corners" => Place::AlignCorners,
             "asymmetric" => Place::Asymmetric,
             "tf_crop_and_resize" => Place::Crop,
-            other => return Err(format!("places by {other} are not supported")),
+            other => {
+                let name = "coordinate_transformation_mode";
+                return Err(format!("{name} `{other}` is not supported"));
+            }
         },
         ratio: match call.text("keep_aspect_ratio_policy").unwrap_or("stretch") {
             "stretch" => Ratio::Stretch,
             "not_larger" => Ratio::NotLarger,
             "not_smaller" => Ratio::NotSmaller,
-            other => return Err(format!("sizes by {other} are not supported")),
+            other => return Err(format!("keep_aspect_ratio_policy `{other}` is not supported")),
         },
         antialias: call.flag("antialias"),
         exclude: call.flag("exclude_outside"),
@@ -121,7 +124,7 @@ fn upsample(call: &Call<'_>) -> Result<Run, String> {
     let mode = match call.text("mode").unwrap_or("nearest") {
         "nearest" => Mode::Nearest(Round::Floor),
         "linear" | "bilinear" => Mode::Linear,
-        other => return Err(format!("resizing by {other} is not supported")),
+        other => return Err(format!("mode `{other}` is not supported")),
     };
     let fixed =
         call.floats("scales").map(|all| all.iter().map(|own| f64::from(*own)).collect::<Vec<_>>());
@@ -177,10 +180,10 @@ fn resized(
             };
             ratios.zip(sizes.iter().zip(&lens)).map(scale_and_size).collect()
         }
-        (None, None) => return Err("it has neither scales nor sizes".to_owned()),
+        (None, None) => return Err("expected scales or sizes, got neither".to_owned()),
     };
     if each.len() != axes.len() {
-        return Err(format!("{} sizes are given for {} dimensions", each.len(), axes.len()));
+        return Err(format!("expected {} scales or sizes, got {}", axes.len(), each.len()));
     }
     let dtype = x.dtype();
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
@@ -242,7 +245,7 @@ fn places(
     let (len, wanted) = (len as f64, scale * len as f64);
     let half = |at: f64| (at + 0.5) / scale - 0.5;
     let [from, to] = match (place, part) {
-        (Place::Crop, None) => return Err("it has no region of interest".to_owned()),
+        (Place::Crop, None) => return Err("input roi is missing".to_owned()),
         (_, part) => part.unwrap_or([0.0, 1.0]),
     };
     let position = |at: usize| {

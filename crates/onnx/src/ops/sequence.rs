@@ -43,7 +43,7 @@ fn rotary(call: &Call<'_>) -> Run {
             [batch, positions, width] if heads > 0 => {
                 x.reshape(&[batch, positions, heads, width / heads])
             }
-            _ => return Err("x has no heads".to_owned()),
+            _ => return Err(format!("expected x of rank 4, or 3 with num_heads, got {own:?}")),
         };
         let [batch, positions, _, size] = x.shape()[..] else { unreachable!("rank 4") };
         let dims = if dims == 0 { size } else { dims };
@@ -106,10 +106,10 @@ pub(super) fn rotate(x: Array, angles: &Angles, dims: usize) -> Array {
 
 fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
     let count = |name: &str| call.int(name).filter(|own| *own > 0).map(|own| own as usize);
-    let heads = count("q_num_heads").ok_or("it has no q_num_heads")?;
-    let kv_heads = count("kv_num_heads").ok_or("it has no kv_num_heads")?;
+    let heads = count("q_num_heads").ok_or("attribute `q_num_heads` is missing")?;
+    let kv_heads = count("kv_num_heads").ok_or("attribute `kv_num_heads` is missing")?;
     if heads % kv_heads != 0 {
-        return Err(format!("{kv_heads} heads of keys do not divide {heads}"));
+        return Err(format!("expected kv_num_heads that divides {heads}, got {kv_heads}"));
     }
     let scale = call.float("scale").filter(|own| *own != 0.0);
     let rule = call.text("update_rule").unwrap_or("gated_delta");
@@ -118,13 +118,13 @@ fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
         "gated" => (true, false),
         "delta" => (false, true),
         "gated_delta" => (true, true),
-        other => return Err(format!("updates by {other} are not supported")),
+        other => return Err(format!("update_rule `{other}` is not supported")),
     };
     Ok(Box::new(move |inputs| {
         let q = inputs.get(0)?;
         let dtype = q.dtype();
         let [batch, steps, width] = q.shape()[..] else {
-            return Err("q has no rank of 3".to_owned());
+            return Err(format!("expected q of rank 3, got shape {:?}", q.shape()));
         };
         let size = width / heads;
         // [batch, heads, steps, size] in f32
@@ -185,14 +185,14 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
     let silu = match call.text("activation").unwrap_or("none") {
         "none" => false,
         "silu" | "swish" => true,
-        other => return Err(format!("the activation {other} is not supported")),
+        other => return Err(format!("activation `{other}` is not supported")),
     };
     let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
         let (x, filters) = (inputs.get(0)?, inputs.get(1)?);
         let dtype = x.dtype();
         let [batch, channels, _] = x.shape()[..] else {
-            return Err("x has no rank of 3".to_owned());
+            return Err(format!("expected x of rank 3, got shape {:?}", x.shape()));
         };
         let before = filters.shape()[2] - 1;
         let past = inputs.maybe(3).unwrap_or_else(|| {
@@ -233,10 +233,12 @@ fn write_cache(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array
     for (batch, start) in starts.iter().enumerate() {
         let mut line = past.clone().narrow(0, batch, batch + 1);
         for step in 0..more {
-            let place = usize::try_from(*start).map_err(|_| "a place is negative")? + step;
+            let place = usize::try_from(*start)
+                .map_err(|_| "expected write positions of 0 or more")?
+                + step;
             let place = if circular { place % len } else { place };
             if place >= len {
-                return Err(format!("place {place} is beyond a cache of {len}"));
+                return Err(format!("expected a write position below {len}, got {place}"));
             }
             let part = update.clone().narrow(0, batch, batch + 1).narrow(at, step, step + 1);
             let mut parts = Vec::new();

@@ -64,20 +64,24 @@ fn frames(call: &Call<'_>) -> Run {
     Box::new(move |inputs| {
         let (signal, window) = (inputs.get(0)?, inputs.maybe(2));
         let one = |at: usize| {
-            inputs.lengths(at)?.first().copied().ok_or("a length is missing".to_owned())
+            inputs.lengths(at)?.first().copied().ok_or_else(|| format!("input {at} is empty"))
         };
         let step = one(1)?;
         let size = match (inputs.maybe(3), &window) {
             (Some(_), _) => one(3)?,
             (None, Some(window)) => window.count(),
-            (None, None) => return Err("it has neither a window nor a frame_length".to_owned()),
+            (None, None) => {
+                return Err("expected a window or a frame_length, got neither".to_owned());
+            }
         };
         let own = signal.shape();
         let [batch, length, parts] = own[..]
             .try_into()
-            .map_err(|_| format!("a signal has three dimensions, not {own:?}"))?;
+            .map_err(|_| format!("expected a signal of rank 3, got shape {own:?}"))?;
         if step == 0 || size == 0 || size > length {
-            return Err(format!("frames of {size} numbers, {step} apart, of {length}"));
+            return Err(format!(
+                "expected a frame_step of 1 or more and a frame_length from 1 to {length}, got {step} and {size}"
+            ));
         }
         let count = (length - size) / step + 1;
         let places: Vec<i64> = (0..count)
@@ -97,7 +101,7 @@ fn mel(call: &Call<'_>) -> Result<Run, String> {
     let to = tensor::dtype(call.int("output_datatype").unwrap_or(1) as i32)?;
     Ok(Box::new(move |inputs| {
         let number = |at: usize| {
-            inputs.get(at)?.floats()?.first().copied().ok_or("a number is missing".to_owned())
+            inputs.get(at)?.floats()?.first().copied().ok_or_else(|| format!("input {at} is empty"))
         };
         let (bands, size, rate) = (number(0)? as usize, number(1)? as usize, number(2)?);
         let frequencies = size / 2 + 1;
@@ -111,7 +115,7 @@ fn mel(call: &Call<'_>) -> Result<Run, String> {
         };
         let corners: Vec<f64> = (0..bands + 2).map(corner).collect();
         if !corners.iter().all(|own| (0.0..=frequencies as f64).contains(own)) {
-            return Err(format!("its bands end beyond the {frequencies} frequencies"));
+            return Err(format!("expected band edges within {frequencies} frequencies"));
         }
         let weight = |frequency: usize, band: usize| {
             let at = frequency as f64;
@@ -142,13 +146,15 @@ fn dft(
     let (own, dtype) = (x.shape(), x.dtype());
     let rank = own.len();
     if rank < 2 || at == rank - 1 || own[rank - 1] == 0 || own[rank - 1] > 2 {
-        return Err("the last dimension of x has no real and imaginary part".to_owned());
+        return Err(format!(
+            "expected axis {at} before a last dimension of 1 or 2, got shape {own:?}"
+        ));
     }
     let to_real = inverse && onesided;
     let usual = if to_real { 2 * (own[at].max(1) - 1) } else { own[at] };
     let n = given.unwrap_or(usual);
     if n == 0 {
-        return Err("the transform has no elements".to_owned());
+        return Err("expected a dft_length of 1 or more".to_owned());
     }
     let taken = own[at].min(if to_real { n / 2 + 1 } else { n });
     let made = if onesided && !inverse { n / 2 + 1 } else { n };

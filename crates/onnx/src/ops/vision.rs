@@ -12,13 +12,13 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 "linear" | "bilinear" => Mode::Linear,
                 "nearest" => Mode::Nearest,
                 "cubic" | "bicubic" => Mode::Cubic,
-                other => return Some(Err(format!("samples by {other} are not supported"))),
+                other => return Some(Err(format!("mode `{other}` is not supported"))),
             };
             let edge = match call.text("padding_mode").unwrap_or("zeros") {
                 "zeros" => Edge::Zeros,
                 "border" => Edge::Border,
                 "reflection" => Edge::Reflection,
-                other => return Some(Err(format!("padding by {other} is not supported"))),
+                other => return Some(Err(format!("padding_mode `{other}` is not supported"))),
             };
             let corners = call.flag("align_corners");
             Ok(Box::new(move |inputs| grid_sample(inputs, mode, edge, corners)))
@@ -105,7 +105,7 @@ fn grid_sample(
     let (batch, channels, image) = (own[0], own[1], &own[2..]);
     let rank = image.len();
     if grid_shape.last() != Some(&rank) {
-        return Err(format!("a grid of {of:?} has no places in {own:?}"));
+        return Err(format!("expected a grid [.., {rank}] for x of {own:?}, got {grid_shape:?}"));
     }
     let taps = match mode {
         Mode::Nearest => 1usize,
@@ -179,7 +179,8 @@ fn grid_sample(
 fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> {
     let (boxes, scores) = (inputs.get(0)?, inputs.get(1)?);
     let [batches, count, 4] = boxes.shape()[..] else {
-        return Err("boxes have no 4 numbers".to_owned());
+        let have = boxes.shape();
+        return Err(format!("expected boxes of shape [batches, boxes, 4], got {have:?}"));
     };
     let classes = scores.shape()[1];
     let number = |at: usize| {

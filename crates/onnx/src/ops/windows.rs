@@ -91,8 +91,10 @@ impl Windows {
             None => Ok(None),
             Some(all) => {
                 let each = |own: &i64| usize::try_from(*own).ok().filter(|_| *own >= least);
-                let all = all.iter().map(each).collect::<Option<Vec<_>>>();
-                all.map(Some).ok_or_else(|| format!("{name} has a number below {least}"))
+                let lengths = all.iter().map(each).collect::<Option<Vec<_>>>();
+                lengths
+                    .map(Some)
+                    .ok_or_else(|| format!("expected {name} of {least} or more, got {all:?}"))
             }
         };
         Ok(Self {
@@ -105,10 +107,10 @@ impl Windows {
                 "SAME_UPPER" => Auto::Upper,
                 "SAME_LOWER" => Auto::Lower,
                 "VALID" => Auto::Valid,
-                other => return Err(format!("padding by {other} is not supported")),
+                other => return Err(format!("auto_pad `{other}` is not supported")),
             },
             groups: usize::try_from(call.int("group").unwrap_or(1))
-                .map_err(|_| "group is negative")?,
+                .map_err(|_| "expected a group of 1 or more")?,
         })
     }
 
@@ -118,7 +120,11 @@ impl Windows {
         let (strides, dilations) = (list(&self.strides), list(&self.dilations));
         let pads = self.pads.clone().unwrap_or_else(|| vec![0; 2 * rank]);
         if [kernel.len(), strides.len(), dilations.len()] != [rank; 3] || pads.len() != 2 * rank {
-            return Err(format!("windows do not have the {rank} dimensions of the image"));
+            let lengths = [kernel.len(), strides.len(), dilations.len(), pads.len()];
+            let want = [rank, rank, rank, 2 * rank];
+            return Err(format!(
+                "expected {want:?} numbers in kernel, strides, dilations and pads, got {lengths:?}"
+            ));
         }
         let (mut before, mut after) = (pads[..rank].to_vec(), pads[rank..].to_vec());
         for at in 0..rank {
@@ -158,7 +164,7 @@ pub(super) fn convolved(
 ) -> Result<Array, String> {
     let (own, filter) = (x.shape(), filters.shape());
     let (Some(image), Some(kernel)) = (own.get(2..), filter.get(2..)) else {
-        return Err("an image has a rank of 3 or more".to_owned());
+        return Err(format!("expected x and w of rank 3 or more, got {own:?} and {filter:?}"));
     };
     let sizes = windows.sizes(image, kernel)?;
     let dtype = x.dtype();
@@ -183,7 +189,7 @@ pub(super) fn convolved(
         1 => Dispatch::conv1d(x, filters, bias, options(&sizes, groups)),
         2 => Dispatch::conv2d(x, filters, bias, options(&sizes, groups)),
         3 => Dispatch::conv3d(x, filters, bias, options(&sizes, groups)),
-        other => return Err(format!("convolutions of {other} dimensions are not supported")),
+        other => return Err(format!("expected 1 to 3 spatial dimensions, got {other}")),
     }))
 }
 
@@ -191,12 +197,12 @@ pub(super) fn convolved(
 fn deformed(call: &Call<'_>) -> Result<Run, String> {
     let windows = Windows::from_call(call)?;
     let parts = usize::try_from(call.int("offset_group").unwrap_or(1));
-    let parts = parts.map_err(|_| "offset_group is negative")?;
+    let parts = parts.map_err(|_| "expected an offset_group of 1 or more")?;
     Ok(Box::new(move |inputs| {
         let (x, filters, offset) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
         let (own, filter, dtype) = (x.shape(), filters.shape(), x.dtype());
         if own.len() != 4 || filter.len() != 4 {
-            return Err("deformable convolutions are of images with two dimensions".to_owned());
+            return Err(format!("expected x and w of rank 4, got {own:?} and {filter:?}"));
         }
         let sizes = windows.sizes(&own[2..], &filter[2..])?;
         // Burn pads both sides alike: zeros after the image are part of it.
@@ -231,7 +237,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
         let (x, filters, bias) = (inputs.get(0)?, inputs.get(1)?, inputs.maybe(2));
         let (own, filter) = (x.shape(), filters.shape());
         let (Some(image), Some(kernel)) = (own.get(2..), filter.get(2..)) else {
-            return Err("an image has a rank of 3 or more".to_owned());
+            return Err(format!("expected x and w of rank 3 or more, got {own:?} and {filter:?}"));
         };
         let given = Windows { auto: Auto::Given, ..windows.clone() };
         let mut sizes = given.sizes(image, kernel)?;
@@ -271,7 +277,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
             1 => Dispatch::conv_transpose1d(x, filters, None, options(&sizes, groups)),
             2 => Dispatch::conv_transpose2d(x, filters, None, options(&sizes, groups)),
             3 => Dispatch::conv_transpose3d(x, filters, None, options(&sizes, groups)),
-            other => return Err(format!("convolutions of {other} dimensions are not supported")),
+            other => return Err(format!("expected 1 to 3 spatial dimensions, got {other}")),
         });
         // Without padding the result is whole; its edges are cut, or grow by zeros.
         for (at, more) in more.into_iter().enumerate() {
@@ -310,14 +316,15 @@ enum Pool {
 
 fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
     let windows = Windows::from_call(call)?;
-    let kernel = windows.kernel.clone().ok_or("it has no kernel_shape")?;
+    let kernel = windows.kernel.clone().ok_or("attribute `kernel_shape` is missing")?;
     let (up, with_pads) = (call.flag("ceil_mode"), call.flag("count_include_pad"));
     let columns_first = call.flag("storage_order");
     let wants_places = call.outputs() > 1;
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
-        let image = own.get(2..).ok_or("an image has a rank of 3 or more")?;
+        let image =
+            own.get(2..).ok_or_else(|| format!("expected x of rank 3 or more, got {own:?}"))?;
         let sizes = windows.sizes(image, &kernel)?;
         let counts = sizes.counts(image, up);
         let dtype = x.dtype();
@@ -506,7 +513,8 @@ fn global(call: &Call<'_>, kind: Pool) -> Run {
     Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
-        let image = own.get(2..).ok_or("an image has a rank of 3 or more")?;
+        let image =
+            own.get(2..).ok_or_else(|| format!("expected x of rank 3 or more, got {own:?}"))?;
         let rank = image.len();
         if let Pool::Mean = kind
             && let Some(mean) = mean_of_pixels(inputs.ctx, ours, &x)?

@@ -18,7 +18,6 @@ mod view;
 use std::collections::BTreeSet;
 
 use crate::OnnxError;
-use crate::error::invalid;
 use crate::graph::Graph;
 
 /// Places of the inputs of our own operators.
@@ -99,7 +98,7 @@ impl Passes {
     /// Reads switches: `on`, `off`, names of the passes that are on, or `-NAME` for all but some.
     ///
     /// # Errors
-    /// [`OnnxError::Invalid`] for a name that no pass has.
+    /// [`OnnxError::Argument`] for a name that no pass has.
     pub fn parse(text: &str) -> Result<Self, OnnxError> {
         let names: Vec<&str> =
             text.split(',').map(str::trim).filter(|own| !own.is_empty()).collect();
@@ -116,8 +115,8 @@ impl Passes {
                     let known = PASSES.iter().map(|pass| pass.name);
                     let pass = known.clone().find(|pass| *pass == own).ok_or_else(|| {
                         let all: Vec<_> = known.collect();
-                        invalid(format!(
-                            "no pass is named `{own}`\nhint: they are {}",
+                        OnnxError::Argument(format!(
+                            "no pass is named `{own}`\nhint: the passes are {}",
                             all.join(", ")
                         ))
                     })?;

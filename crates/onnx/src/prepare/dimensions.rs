@@ -41,7 +41,9 @@ pub(super) fn set_lengths(
         });
     }
     match negative {
-        Some((name, number)) => Err(invalid(format!("a dimension of `{name}` is {number}"))),
+        Some((name, number)) => {
+            Err(invalid(format!("expected dimensions of 0 or more for `{name}`, got {number}")))
+        }
         None => Ok(()),
     }
 }

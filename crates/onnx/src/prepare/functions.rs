@@ -31,11 +31,11 @@ pub(super) fn inline(model: &mut ModelProto) -> Result<(), OnnxError> {
     let opset = super::opset(model);
     for function in &functions {
         let own = function.opset_import.iter().find(|own| is_standard(&own.domain));
-        if own.is_some_and(|own| Some(own.version) != opset) {
-            return Err(invalid(format!(
-                "the function `{}` uses another version of ONNX's operators than the model",
-                function.name
-            )));
+        if let Some(own) = own.filter(|own| Some(own.version) != opset) {
+            let want = opset.map_or("none".to_owned(), |own| own.to_string());
+            let (name, have) = (&function.name, own.version);
+            let why = format!("expected the model's opset {want} in function `{name}`, got {have}");
+            return Err(invalid(why));
         }
         let add = |own: &&crate::proto::OperatorSetIdProto| {
             !model.opset_import.iter().any(|have| have.domain == own.domain)
@@ -92,8 +92,11 @@ fn body(
 ) -> Result<Vec<NodeProto>, OnnxError> {
     let counts = [(&call.input, &function.input), (&call.output, &function.output)];
     if counts.iter().any(|(given, takes)| given.len() > takes.len()) {
+        let [(inputs, max_inputs), (outputs, max_outputs)] =
+            counts.map(|(given, takes)| (given.len(), takes.len()));
         return Err(invalid(format!(
-            "a call of the function `{}` has too many values",
+            "expected at most {max_inputs} inputs and {max_outputs} outputs in a call of function `{}`, \
+             got {inputs} and {outputs}",
             function.name
         )));
     }

@@ -48,9 +48,7 @@ fn check_opsets(model: &ModelProto) -> Result<(), OnnxError> {
             Err(OnnxError::Opset { domain: "ai.onnx".to_owned(), version, least, most })
         }
         Some(_) => Ok(()),
-        None if model.opset_import.is_empty() => {
-            Err(invalid("it names no version of the operators that it uses"))
-        }
+        None if model.opset_import.is_empty() => Err(invalid("it imports no opset")),
         None => Ok(()),
     }
 }
@@ -63,7 +61,7 @@ fn graphs_of(node: &mut NodeProto) -> impl Iterator<Item = &mut GraphProto> {
 fn check_size(graph: &mut GraphProto) -> Result<(), OnnxError> {
     fn count(graph: &mut GraphProto, depth: usize) -> Result<usize, OnnxError> {
         if depth > MAX_DEPTH {
-            let what = "graphs within each other";
+            let what = "levels of nested graphs";
             return Err(OnnxError::Limit { what, have: depth, most: MAX_DEPTH });
         }
         let mut all = graph.node.len();

@@ -30,14 +30,14 @@ fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Resu
     for names in [inputs, constants] {
         let mut seen = HashSet::new();
         if let Some(name) = names.into_iter().find(|name| !seen.insert(*name)) {
-            return Err(invalid(format!("two values are named `{name}`")));
+            return Err(invalid(format!("expected unique value names, got `{name}` twice")));
         }
     }
     let mut makers = HashMap::new();
     for (at, node) in graph.node.iter().enumerate() {
         for name in node.output.iter().filter(|name| !name.is_empty()) {
             if given.contains(name) || makers.insert(name.clone(), at).is_some() {
-                return Err(invalid(format!("two values are named `{name}`")));
+                return Err(invalid(format!("expected unique value names, got `{name}` twice")));
             }
         }
     }
@@ -57,7 +57,7 @@ fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Resu
     let missing = missing.map(|own| own.name.clone());
     outer.pop();
     match missing {
-        Some(name) => Err(invalid(format!("nothing makes the output `{name}`"))),
+        Some(name) => Err(invalid(format!("no node computes output `{name}`"))),
         None => Ok(()),
     }
 }
@@ -81,8 +81,14 @@ fn order(
                 }
                 None if outer.iter().any(|own| own.contains(name)) => {}
                 None => {
-                    let node = if node.name.is_empty() { &node.op_type } else { &node.name };
-                    return Err(invalid(format!("nothing makes `{name}`, which `{node}` reads")));
+                    let op = &node.op_type;
+                    let reader = match node.name.as_str() {
+                        "" => op.clone(),
+                        node => format!("{op} `{node}`"),
+                    };
+                    return Err(invalid(format!(
+                        "{reader} reads `{name}`, which no node computes"
+                    )));
                 }
             }
         }
@@ -102,7 +108,7 @@ fn order(
     match (0..nodes.len()).find(|at| waits[*at] > 0) {
         Some(at) => {
             let name = nodes[at].output.first().map_or("", String::as_str);
-            Err(invalid(format!("the value `{name}` needs itself")))
+            Err(invalid(format!("the graph has a cycle: `{name}` depends on itself")))
         }
         None => Ok(order),
     }

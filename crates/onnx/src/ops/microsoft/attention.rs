@@ -20,7 +20,7 @@ use crate::array::{Array, Order, scalar_of};
 pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
     let own = Common::from_call(call)?;
     if call.flag("do_rotary") || call.flag("past_present_share_buffer") {
-        return Err("rotary embeddings and shared caches are not supported".to_owned());
+        return Err("do_rotary and past_present_share_buffer are not supported".to_owned());
     }
     let widths = call.ints("qkv_hidden_sizes").map(<[i64]>::to_vec);
     let ours = call.has_kernels();
@@ -33,10 +33,10 @@ pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
                 [0, q as usize, (q + k) as usize, (q + k + v) as usize]
             }
             None => [0, width / 3, width / 3 * 2, width],
-            Some(_) => return Err("qkv_hidden_sizes are not three widths".to_owned()),
+            Some(_) => return Err("expected three positive qkv_hidden_sizes".to_owned()),
         };
         if ends[3] != width {
-            return Err(format!("widths of {} do not make {width}", ends[3]));
+            return Err(format!("expected qkv_hidden_sizes with the sum {width}, got {}", ends[3]));
         }
         let part = |at: usize| split(all.clone().narrow(2, ends[at], ends[at + 1]), own.heads);
         let [q, k, v] = [part(0)?, part(1)?, part(2)?];
@@ -57,10 +57,12 @@ pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
 pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
     let own = Common::from_call(call)?;
     if call.has_input(8) || call.has_input(9) {
-        return Err("shared caches and beams are not supported".to_owned());
+        return Err(
+            "inputs past_sequence_length and cache_indirection are not supported".to_owned()
+        );
     }
     if call.outputs() > 3 {
-        return Err("its scores are not supported".to_owned());
+        return Err("output qk is not supported".to_owned());
     }
     Ok(Box::new(move |inputs| {
         let (q, k, v) = (inputs.get(0)?, inputs.maybe(1), inputs.maybe(2));
@@ -76,7 +78,7 @@ pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
             (5, None, None) => [part(&q, 0), part(&q, 1), part(&q, 2)],
             (3, Some(k), None) if k.rank() == 5 => [heads(q)?, part(&k, 0), part(&k, 1)],
             (3, Some(k), Some(v)) => [heads(q)?, heads(k)?, heads(v)?],
-            _ => return Err("q, k and v have no layout that is known".to_owned()),
+            _ => return Err("expected q, k and v of rank 3, or packed heads of rank 5".to_owned()),
         };
         // One bias for all. Keys that are given by heads have theirs.
         let bias = inputs.maybe(3);
@@ -214,11 +216,11 @@ impl Grouped {
     fn from_call(call: &Call<'_>) -> Result<Self, String> {
         for name in ["k_quant_type", "v_quant_type"] {
             if call.text(name).is_some_and(|own| own != "NONE") {
-                return Err("a quantised cache is not supported".to_owned());
+                return Err(format!("{name} other than NONE is not supported"));
             }
         }
         if call.flag("sliding_window_cache") || call.flag("qk_output") {
-            return Err("caches that slide, and scores as a result, are not supported".to_owned());
+            return Err("sliding_window_cache and qk_output are not supported".to_owned());
         }
         Ok(Self {
             heads: count(call, "num_heads")?,
@@ -242,10 +244,10 @@ impl Grouped {
         let ends = inputs.get(5)?.ints()?;
         let most = inputs.get(6)?.lengths()?;
         let (Some(&total), true) = (most.first(), ends.len() == batch) else {
-            return Err("the lengths of sequences are missing".to_owned());
+            return Err(format!("expected {batch} seqlens_k and a total_sequence_length"));
         };
         if total < rows {
-            return Err(format!("{total} keys are fewer than the {rows} new ones"));
+            return Err(format!("expected a total_sequence_length of {rows} or more, got {total}"));
         }
         // Keys of each sequence, with the new ones; and where these begin.
         let ends: Vec<usize> = ends.into_iter().map(|own| (own + 1).max(0) as usize).collect();
@@ -271,7 +273,9 @@ impl Grouped {
             let (cos, sin) = (inputs.get(7)?, inputs.get(8)?);
             let (places_of_table, half) = (cos.shape()[0], cos.shape()[1]);
             if total > places_of_table {
-                return Err(format!("the table of angles has no place {}", total - 1));
+                return Err(format!(
+                    "expected cos_cache of {total} positions, got {places_of_table}"
+                ));
             }
             let table = |own: Array| own.select(0, places.clone()).reshape(&[batch, rows, 1, half]);
             let angles = Angles { cos: table(cos), sin: table(sin), pairs: self.pairs };
@@ -337,7 +341,7 @@ fn cached(
     let one = |each: std::ops::Range<usize>, start: usize| {
         if start > have || start + rows > places {
             return Err(format!(
-                "{rows} keys from place {start} do not fit in a cache of {have} for {total}"
+                "expected {rows} keys within {places} positions, from {have} at most, got start {start}"
             ));
         }
         let own = |x: &Array| x.clone().narrow(0, each.start, each.end);
@@ -364,7 +368,7 @@ fn cached(
 /// `RotaryEmbedding`, whose places come before its tables. One place is that of the first position.
 pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
     if call.flag("is_packed_batching") || call.float("scale").is_some_and(|own| own != 1.0) {
-        return Err("packed sequences and a scale are not supported".to_owned());
+        return Err("is_packed_batching and scale are not supported".to_owned());
     }
     let pairs = call.flag("interleaved");
     let heads = call.int("num_heads").unwrap_or(0) as usize;
@@ -377,11 +381,13 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
             [batch, rows, width] => {
                 let heads = if heads > 0 { heads } else { width / (2 * half).max(1) };
                 if heads == 0 || width % heads != 0 {
-                    return Err(format!("{heads} heads do not divide {width} numbers"));
+                    return Err(format!(
+                        "expected a hidden size divisible by {heads} heads, got {width}"
+                    ));
                 }
                 x.reshape(&[batch, rows, heads, width / heads])
             }
-            _ => return Err("x has no heads".to_owned()),
+            _ => return Err(format!("expected x of rank 3 or 4, got shape {shape:?}")),
         };
         let (batch, rows) = (x.shape()[0], x.shape()[1]);
         let places = inputs.get(1)?;
@@ -392,7 +398,8 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
             false => {
                 let from = places.lengths()?.first().copied().unwrap_or(0);
                 if from + rows > own.shape()[0] {
-                    return Err(format!("the table has no place {}", from + rows - 1));
+                    let (want, have) = (from + rows, own.shape()[0]);
+                    return Err(format!("expected a table of {want} positions, got {have}"));
                 }
                 Ok(own.narrow(0, from, from + rows).reshape(&[1, rows, 1, half]))
             }
@@ -411,5 +418,5 @@ fn scoring(call: &Call<'_>) -> Scoring {
 
 fn count(call: &Call<'_>, name: &str) -> Result<usize, String> {
     let own = call.int(name).and_then(|own| usize::try_from(own).ok()).filter(|own| *own > 0);
-    own.ok_or_else(|| format!("it has no {name}"))
+    own.ok_or_else(|| format!("expected attribute `{name}` of 1 or more"))
 }

@@ -134,7 +134,7 @@ fn activation_by_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activat
         "Gelu" => Activation::Gelu,
         "Silu" | "Swish" => Activation::Silu,
         "HardSwish" => Activation::HardSwish,
-        other => return Err(format!("the activation {other} is not supported")),
+        other => return Err(format!("activation `{other}` is not supported")),
     }))
 }
 

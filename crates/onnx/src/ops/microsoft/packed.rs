@@ -63,24 +63,24 @@ pub(crate) enum Packed {
 pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
     let count = |name: &str| {
         let own = call.int(name).and_then(|own| usize::try_from(own).ok()).filter(|own| *own > 0);
-        own.ok_or_else(|| format!("it has no {name}"))
+        own.ok_or_else(|| format!("expected attribute `{name}` of 1 or more"))
     };
     let (k, n, block) = (count("K")?, count("N")?, count("block_size")?);
     let bits = call.int("bits").unwrap_or(4);
     if ![2, 4, 8].contains(&bits) {
-        return Err(format!("codes of {bits} bits are not supported"));
+        return Err(format!("expected 2, 4 or 8 bits, got {bits}"));
     }
     if PARTS.iter().any(|(place, _)| call.has_input(*place)) {
-        return Err("a packed matrix that is no constant is not supported".to_owned());
+        return Err("expected constants as B, scales and zero_points".to_owned());
     }
     if call.has_input(4) {
-        return Err("blocks by an index are not supported".to_owned());
+        return Err("input g_idx is not supported".to_owned());
     }
-    let codes = call.tensor(CODES).ok_or("it has no codes")?;
-    let scales = call.tensor(SCALES).ok_or("it has no scales")?;
+    let codes = call.tensor(CODES).ok_or("input B is missing")?;
+    let scales = call.tensor(SCALES).ok_or("input scales is missing")?;
     let own = Matrix { k, n, block, bits: bits as usize, codes, scales, zeros: call.tensor(ZEROS) };
     own.checked()?;
-    let number = call.int(NUMBER).ok_or("it has no number")?;
+    let number = call.int(NUMBER).ok_or("the number of the matrix is missing")?;
     let devices = call.devices().clone();
     Ok(Box::new(move |inputs| {
         let (x, bias) = (inputs.get(0)?, inputs.maybe(5));
@@ -134,10 +134,7 @@ pub(crate) fn packed_matmul(
 ) -> Result<Array, String> {
     let mut shape = x.shape();
     if shape.pop() != Some(k) {
-        return Err(format!(
-            "rows of {:?} cannot be multiplied by a matrix of depth {k}",
-            x.shape()
-        ));
+        return Err(format!("expected x with a last dimension of {k}, got shape {:?}", x.shape()));
     }
     match matrix {
         Packed::Dense(weight) => {
@@ -188,7 +185,9 @@ impl Matrix {
             && zeros
         {
             true => Ok(()),
-            false => Err(format!("its codes, scales or zero points do not make [{n}, {k}]")),
+            false => {
+                Err(format!("B, scales or zero_points do not have the size of a weight [{n}, {k}]"))
+            }
         }
     }
 
