@@ -89,7 +89,7 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
         .collect();
     sets.sort();
     if sets.is_empty() {
-        return Outcome::Refused("it has no data".to_owned());
+        return Outcome::Refused("the test has no data sets".to_owned());
     }
     for set in sets {
         let all = |kind: &str| -> Result<Vec<TensorData>, OnnxError> {
@@ -98,7 +98,9 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
         };
         let outcome = match (all("input"), all("output")) {
             (Ok(inputs), Ok(expected)) => outcome(&model, tolerance, inputs, expected),
-            (Err(why), _) | (_, Err(why)) => Outcome::Failed(format!("its data: {why}")),
+            (Err(why), _) | (_, Err(why)) => {
+                Outcome::Failed(format!("cannot read its data: {why}"))
+            }
         };
         if outcome != Outcome::Passed {
             return outcome;
@@ -129,7 +131,7 @@ fn outcome(
     };
     if outputs.len() != expected.len() {
         let (have, want) = (outputs.len(), expected.len());
-        return Outcome::Wrong(format!("it has {have} outputs, expected {want}"));
+        return Outcome::Wrong(format!("expected {want} outputs, got {have}"));
     }
     for (at, (have, want)) in outputs.iter().zip(&expected).enumerate() {
         if let Some(why) = difference(have, want, tolerance) {
@@ -148,13 +150,13 @@ fn read(path: &Path) -> Result<TensorData, OnnxError> {
 /// Returns how outputs differ, beyond a tolerance.
 fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Option<String> {
     if have.shape() != want.shape() {
-        return Some(format!("its shape is {:?}, expected {:?}", have.shape(), want.shape()));
+        return Some(format!("expected shape {:?}, got {:?}", want.shape(), have.shape()));
     }
     let same = |have: DType, want: DType| {
         have == want || matches!((have, want), (DType::Bool(_), DType::Bool(_)))
     };
     if !same(have.dtype(), want.dtype()) {
-        return Some(format!("its type is {:?}, expected {:?}", have.dtype(), want.dtype()));
+        return Some(format!("expected dtype {:?}, got {:?}", want.dtype(), have.dtype()));
     }
     if !want.dtype().is_float() {
         let [have, want] = [have, want].map(integers);

@@ -341,7 +341,7 @@ fn cached(
     let one = |each: std::ops::Range<usize>, start: usize| {
         if start > have || start + rows > places {
             return Err(format!(
-                "expected {rows} keys within {places} positions, from {have} at most, got start {start}"
+                "expected {rows} keys after at most {have} cached ones, got start {start} of {places}"
             ));
         }
         let own = |x: &Array| x.clone().narrow(0, each.start, each.end);
