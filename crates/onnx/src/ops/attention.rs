@@ -1,11 +1,11 @@
-//! Attention: what each query sees of the keys, and the operator `Attention` of ONNX.
+//! Attention with masks, and the ONNX operator `Attention`.
 //!
 //! ```text
 //! s[i, j] = softcap(scale · q[i] · k[j]) + mask[i, j]      out[i] = Σ_j softmax_j(s)[i, j] · v[j]
 //! ```
 //!
-//! Query i sees the keys up to i + offset, or a window of them. Scores and shares are in f32, or in f64. A query that sees no key
-//! gives 0.
+//! With `causal`, query i attends to the keys up to i + offset, or to a window of them. Scores and
+//! probabilities are f32, or f64. A query without visible keys returns 0.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Scores of an attention that are a result, too.
+/// Stage of the scores that a node returns as an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scores {
     Plain,
@@ -36,36 +36,36 @@ pub(crate) enum Scores {
     Shares,
 }
 
-/// Heads of an attention.
+/// Operands of an attention, split into heads.
 pub(crate) struct Heads {
     /// `[batch, heads, rows, size]`
     pub(crate) q: Array,
-    /// `[batch, heads of keys, columns, size]`; their number divides that of q.
+    /// `[batch, kv_heads, columns, size]`; kv_heads divides the heads of q.
     pub(crate) k: Array,
-    /// `[batch, heads of keys, columns, size of values]`
+    /// `[batch, kv_heads, columns, size of values]`
     pub(crate) v: Array,
 }
 
-/// Scores of an attention, and what each query sees.
+/// Options of the scores and of the mask.
 #[derive(Clone)]
 pub(crate) struct Scoring {
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
-    /// Factor on q·kᵀ; none means 1 / √size.
+    /// Factor on q·kᵀ; None means 1 / √size.
     pub(crate) scale: Option<f64>,
-    /// 0 for none.
+    /// Soft cap of the scores; 0 disables it.
     pub(crate) softcap: f64,
-    /// Numbers to add. They broadcast to the scores.
+    /// Additive masks, which broadcast to the scores.
     pub(crate) masks: Vec<Array>,
-    /// Query i sees the keys up to i + this offset.
+    /// Causal offset: query i attends to the keys up to i + offset.
     pub(crate) causal: Option<usize>,
-    /// With `causal`: the number of keys that it sees at most.
+    /// Size of a sliding window of keys, with `causal`.
     pub(crate) window: Option<usize>,
-    /// A score of each head that takes a share and has no value: `[heads]`.
+    /// Attention sink of each head `[heads]`: a score without a value.
     pub(crate) sinks: Option<Array>,
-    /// Element type of the shares; none means that of the scores.
+    /// Dtype of the probabilities; None means that of the scores.
     pub(crate) precision: Option<DType>,
-    /// Scores to return.
+    /// Scores to return, if any.
     pub(crate) shown: Option<Scores>,
 }
 
@@ -78,7 +78,7 @@ impl Scoring {
         }
     }
 
-    /// Scores without masks, with the usual factor.
+    /// Returns options without a mask, with the default scale.
     pub(crate) const fn plain(ours: bool) -> Self {
         Self {
             ours,
@@ -94,10 +94,11 @@ impl Scoring {
     }
 }
 
-/// Returns the result `[batch, heads, rows, size of values]`, and the scores that are asked for.
+/// Computes the attention. Returns `[batch, heads, rows, size of values]`, and the requested
+/// scores.
 ///
 /// # Errors
-/// Heads that do not fit; the device failed.
+/// Head counts that do not match; the device failed.
 pub(crate) fn attend(
     ctx: &Ctx,
     heads: Heads,
@@ -127,7 +128,7 @@ pub(crate) fn attend(
         let out = ops::attention(ctx, q, k, v, None, mask.map(Array::tensor), options);
         return Ok((Array::from_tensor(out.map_err(|why| why.to_string())?), None));
     }
-    // Each head of keys for its group of queries.
+    // Repeat each key head for its group of query heads.
     let shared = |own: Array| {
         let [batch, kv_heads, positions, size] = own.shape()[..] else { unreachable!("rank 4") };
         let each = own.reshape(&[batch, kv_heads, 1, positions, size]);
@@ -137,7 +138,7 @@ pub(crate) fn attend(
     let (k, v) = if kv_heads == count { (k, v) } else { (shared(k), shared(v)) };
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let scale = scoring.scale.unwrap_or(1.0 / (size as f64).sqrt());
-    // Half of the factor on each side, as ONNX has it. The sign stays with q.
+    // The square root of the scale goes to each side, as in ONNX. The sign goes to q.
     let scaled = |own: Array, by: f64| own.cast(wide).times_number(by);
     let (q, k) = (scaled(q, scale.abs().sqrt() * scale.signum()), scaled(k, scale.abs().sqrt()));
     let mut scores = matmul(ctx, q, k.permute(&[0, 1, 3, 2]))?;
@@ -182,7 +183,7 @@ pub(crate) fn attend(
     Ok((out, shown.map(|own| own.cast(dtype))))
 }
 
-/// Returns numbers to add to scores `[batch, 1, rows, columns]`: 0 where a query sees a key, -∞ elsewhere.
+/// Returns an additive mask `[batch, 1, rows, columns]`: 0 for visible keys, -∞ for others.
 pub(super) fn seen(
     [batch, rows, columns]: [usize; 3],
     sees: impl Fn(usize, usize, usize) -> bool,
@@ -198,7 +199,7 @@ pub(super) fn seen(
     Array::from_data(TensorData::new(all, [batch, 1, rows, columns]), device)
 }
 
-/// Returns keys or values with those of the past before them.
+/// Concatenates past keys or values with the new ones.
 pub(crate) fn with_past(past: Option<Array>, new: Array) -> Array {
     match past {
         Some(past) => Array::concat(vec![past, new], 2),
@@ -220,7 +221,7 @@ pub(crate) fn split(x: Array, heads: usize) -> Result<Array, String> {
     Ok(x.reshape(&[batch, positions, heads, width / heads]).permute(&[0, 2, 1, 3]))
 }
 
-/// Joins heads: the inverse of [`split`].
+/// Merges heads: the inverse of [`split`].
 pub(crate) fn joined(x: Array) -> Array {
     let [batch, heads, positions, size] = x.shape()[..] else { unreachable!("rank 4") };
     x.permute(&[0, 2, 1, 3]).reshape(&[batch, positions, heads * size])
@@ -269,7 +270,7 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         if let Some(own) = lengths.as_ref().filter(|own| own.len() != batch) {
             return Err(format!("expected {batch} key lengths, got {}", own.len()));
         }
-        // A mask that our kernel has no word for. Lengths put the last query at the last key.
+        // Our kernel has no such mask. With lengths, the last query is at the last key.
         let needed = lengths.is_some() || left.is_some() || right.is_some();
         let own = needed.then(|| {
             let sees = |each: usize, row: usize, column: usize| {
@@ -295,7 +296,7 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Returns a mask as numbers to add: -∞ where it is false.
+/// Converts a mask to an additive one: false becomes -∞.
 ///
 /// # Errors
 /// The device failed.
@@ -308,10 +309,10 @@ pub(crate) fn as_numbers(mask: Array) -> Result<Array, String> {
     mask.choose(yes, no)
 }
 
-/// Returns a mask for all columns; those that it lacks are hidden.
+/// Pads a mask to all columns; the added columns are masked out.
 ///
 /// # Errors
-/// It has no dimensions.
+/// The mask is a scalar.
 pub(crate) fn whole(mask: Array, columns: usize) -> Result<Array, String> {
     let mut shape = mask.shape();
     let last = shape.last_mut().ok_or("expected a mask of rank 1 or more, got a scalar")?;

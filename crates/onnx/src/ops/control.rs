@@ -1,11 +1,11 @@
-//! Operators that run graphs of their own.
+//! Control flow: operators that run subgraphs.
 
 use burn::tensor::{DType, TensorData};
 
 use super::{Call, Inputs, Read, Run, Subgraph, axis};
 use crate::array::Array;
 
-/// Iterations of a loop after which it counts as endless.
+/// Maximum iterations of a loop.
 const MAX_ITERATIONS: usize = 1_000_000;
 
 pub(super) fn read(call: &Call<'_>) -> Read {

@@ -1,4 +1,4 @@
-//! Operators that compute each element by itself: activations, arithmetic, comparisons, logic, casts.
+//! Elementwise operators: activations, arithmetic, comparisons, logic, casts.
 
 use burn::backend::ops::{ActivationOps, BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchTensor};
@@ -26,7 +26,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Runs an operator of opset 6 whose second input begins at an axis of the first.
+/// Runs an operator of opset 6 or older, whose second input broadcasts from an axis of the first.
 fn from_axis(run: Run, from: i64) -> Run {
     Box::new(move |inputs| {
         let (a, b) = (inputs.get(0)?, inputs.get(1)?);
@@ -42,7 +42,7 @@ fn from_axis(run: Run, from: i64) -> Run {
     })
 }
 
-/// An operator of one input.
+/// Returns an operator with one input.
 fn one_input(run: impl Fn(Array) -> Array + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| Ok(vec![run(inputs.get(0)?)]))
 }
@@ -168,7 +168,7 @@ fn numeric(
     })
 }
 
-/// Returns x where it is above 0, and a function of it elsewhere.
+/// Returns x for x > 0, and `run(x)` otherwise.
 fn below_zero(x: Array, run: impl Fn(Array) -> Array) -> Array {
     let above = x.clone().above(0.0);
     let below = run(x.clone().at_most(0.0));
@@ -179,9 +179,10 @@ fn exp_minus_one(x: Array) -> Array {
     x.float(Dispatch::float_exp).plus_number(-1.0)
 }
 
-/// ln(1 + e^x), as max(x, 0) + ln(1 + u) with u = e^-|x|.
+/// Computes ln(1 + e^x), as max(x, 0) + ln(1 + u) with u = e^-|x|.
 ///
-/// ln(1 + u) is 2 artanh(z) = 2 z (1 + z²/3 + z⁴/5 + …) with z = u / (2 + u): Vulkan's logarithm near 1 may be off by 5e-7.
+/// Here ln(1 + u) is 2 artanh(z) = 2 z (1 + z²/3 + z⁴/5 + …) with z = u / (2 + u), because Vulkan's
+/// logarithm near 1 has errors up to 5e-7.
 fn softplus(x: Array) -> Array {
     let u = x.clone().float(Dispatch::float_abs).times_number(-1.0).float(Dispatch::float_exp);
     let small = if x.dtype() == DType::F64 {
@@ -202,7 +203,7 @@ fn hard_sigmoid(x: Array, alpha: f64, beta: f64) -> Array {
     x.times_number(alpha).plus_number(beta).at_least(0.0).at_most(1.0)
 }
 
-/// x / 2 · (1 + tanh(√(2 / π) (x + 0.044715 x³))).
+/// Computes x / 2 · (1 + tanh(√(2 / π) (x + 0.044715 x³))).
 fn gelu_by_tanh(x: Array) -> Array {
     let cube = x.clone().times(x.clone()).times(x.clone()).times_number(0.044_715);
     let inner = x.clone().plus(cube).times_number((2.0 / std::f64::consts::PI).sqrt());
@@ -224,7 +225,7 @@ fn is_inf(x: Array, negative: bool, positive: bool) -> Array {
     }
 }
 
-/// Without training all elements stay.
+/// Returns dropout in inference: the identity.
 fn dropout() -> Run {
     Box::new(|inputs| {
         if let Some(train) = inputs.maybe(2)
@@ -239,7 +240,7 @@ fn dropout() -> Run {
     })
 }
 
-/// An operator of two inputs that broadcast.
+/// Returns an operator with two inputs that broadcast.
 fn two_inputs(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| Ok(vec![run(inputs.get(0)?, inputs.get(1)?)?]))
 }
@@ -265,7 +266,7 @@ fn binary(call: &Call<'_>) -> Option<Run> {
             let by_channel = call.opset < 7;
             two_inputs(move |x, slope| {
                 let above = x.clone().above(0.0);
-                // Until opset 6 a slope was that of a channel.
+                // Until opset 6 there is one slope per channel.
                 let slope = match slope.count() {
                     1 => slope,
                     channels if by_channel => {
@@ -295,7 +296,7 @@ fn binary(call: &Call<'_>) -> Option<Run> {
     })
 }
 
-/// Powers, in the type of the base.
+/// Computes powers in the dtype of the base.
 fn pow(base: Array, exponent: Array) -> Array {
     let dtype = base.dtype();
     match (base.kind(), exponent.kind()) {
@@ -310,7 +311,7 @@ fn pow(base: Array, exponent: Array) -> Array {
     }
 }
 
-/// The remainder with the sign of the dividend.
+/// Computes the remainder, with the sign of the dividend.
 fn fmod(a: Array, b: Array) -> Array {
     let quotient = a.clone().over(b.clone());
     let whole = match a.kind() {
@@ -362,7 +363,7 @@ pub(super) fn smallest(a: Array, b: Array) -> Result<Array, String> {
     extreme(b.clone().compared(a.clone(), Order::Greater), a, b)
 }
 
-/// Takes elements of a where they come first, and of b elsewhere. NaN of either stays.
+/// Selects a where `first` is true, and b otherwise. NaN in either operand propagates.
 fn extreme(first: Array, a: Array, b: Array) -> Result<Array, String> {
     let chosen = first.choose(a.clone(), b.clone())?;
     if a.kind() != Kind::Float {

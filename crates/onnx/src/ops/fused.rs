@@ -1,6 +1,7 @@
-//! Operators of our own, which passes make, and those of ONNX that have kernels of ours: convolutions, products, norms, attention.
+//! Fused operators that passes create, and ONNX operators with kernels of ours: convolutions,
+//! matmuls, norms, attention.
 //!
-//! On a device without our kernels the same results come from Burn's operations, one after the other.
+//! On a device without our kernels, Burn's operations compute the same results one after the other.
 
 use burn::tensor::{DType, FloatDType, Slice, TensorData};
 use ops::{
@@ -32,10 +33,10 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Channels of an image of few: a line of 16 bytes, in f16.
+/// Channels of a padded image: 16 bytes in f16, one vector load.
 pub(crate) const PADDED_CHANNELS: usize = 8;
 
-/// Returns true for element types that our kernels have.
+/// Returns true for dtypes that our kernels support.
 pub(crate) const fn is_ours(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
@@ -66,17 +67,17 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
     }))
 }
 
-/// A convolution with what follows it.
+/// A convolution with its epilogue.
 pub(crate) struct Convolution {
     pub(crate) windows: Windows,
     pub(crate) activation: Option<Activation>,
-    /// The activation comes after the residual.
+    /// True to apply the activation after the residual.
     pub(crate) last: bool,
-    /// Each pixel of x is read as a square of four.
+    /// True to read x as if upsampled by two with nearest neighbours.
     pub(crate) doubled: bool,
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
-    /// Channels of the image, where the filters have zeros for more of them.
+    /// Channels of x, if the filters are padded to [`PADDED_CHANNELS`].
     pub(crate) channels: Option<usize>,
 }
 
@@ -86,17 +87,17 @@ pub(crate) struct Operands {
     pub(crate) weight: Array,
     pub(crate) bias: Option<Array>,
     pub(crate) residual: Option<Array>,
-    /// Bias of each image.
+    /// Bias `[batch, filters, 1, 1]` per image.
     pub(crate) each: Option<Array>,
-    /// More channels of x.
+    /// Second image, whose channels follow those of x.
     pub(crate) second: Option<Array>,
 }
 
 impl Convolution {
-    /// Returns the image `[batch, filters, …]`.
+    /// Computes the convolution. Returns `[batch, filters, …]`.
     ///
     /// # Errors
-    /// Operands that do not fit; the device failed.
+    /// Shapes that do not match; the device failed.
     pub(crate) fn run(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let rank = operands.x.rank();
         if self.ours && is_ours(operands.x.dtype()) && rank == 5 {
@@ -141,7 +142,7 @@ impl Convolution {
         }
         let point = rank == 4 && image == [1, 1] && weight.shape()[2..] == [1, 1];
         if point && windows.groups == 1 && second.is_none() && each.is_none() && !last {
-            // A product of a row.
+            // A convolution of single pixels is a matmul.
             let [rows, columns, filters] = [x.shape()[0], x.shape()[1], weight.shape()[0]];
             let row = |own: Array| own.reshape(&[rows, filters]).tensor::<2>();
             let epilogue = Epilogue {
@@ -155,7 +156,7 @@ impl Convolution {
             let out = ops::matmul(ctx, x, weight, epilogue).map_err(text)?;
             return Ok(Array::from_tensor(out).reshape(&[rows, filters, 1, 1]));
         }
-        // In one dimension the height is 1.
+        // A 1-D image has height 1.
         let pair = |own: &[usize], usual: usize| match own {
             [one] => [usual, *one],
             _ => [own[0], own[1]],
@@ -199,8 +200,8 @@ impl Convolution {
         Ok(if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out })
     }
 
-    /// Convolves images `[batch, channels, depth, height, width]`: a sum over the taps of the depth, each a convolution of flat images.
-    /// In 16 bits the sum is rounded after each tap.
+    /// Computes a 3-D convolution of `[batch, channels, depth, height, width]`: the sum over the
+    /// taps of the depth, each a 2-D convolution. In 16 bits the sum is rounded after each tap.
     fn conv3d(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let Operands { x, weight, mut bias, .. } = operands;
         let (own, filter) = (x.shape(), weight.shape());
@@ -263,7 +264,7 @@ impl Convolution {
     }
 }
 
-/// Returns an image `[batch, channels, …]` with [`PADDED_CHANNELS`] channels, which come last in memory; the further ones are zeros.
+/// Pads an image `[batch, channels, …]` with zeros to [`PADDED_CHANNELS`] channels, stored NHWC.
 ///
 /// # Errors
 /// The device failed.
@@ -281,7 +282,8 @@ fn pad_channels(ctx: &Ctx, x: &Array) -> Result<Array, String> {
     Ok(wide.permute(&back))
 }
 
-/// Convolves an image `[batch, channels, height, width]` whose windows lie side by side: a product of the windows and the filters.
+/// Computes a convolution whose windows do not overlap and cover the image `[batch, channels,
+/// height, width]`: a matmul of the patches with the filters.
 ///
 /// # Errors
 /// The device failed.
@@ -292,7 +294,7 @@ fn patches(ctx: &Ctx, x: &Array, weight: Array, epilogue: LinearEpilogue) -> Res
     let split = counts.iter().zip(kernel).flat_map(|(count, by)| [*count, *by]);
     let split: Vec<usize> = own[..2].iter().copied().chain(split).collect();
     let rank = counts.len();
-    // batch, windows …, pixels of a window …, channels: as filters whose channels come last lie in memory.
+    // Order: batch, windows …, pixels of a window …, channels, like channels-last filters.
     let order = (0..rank).map(|at| 2 + 2 * at).chain((0..rank).map(|at| 3 + 2 * at));
     let order: Vec<usize> = [0].into_iter().chain(order).chain([1]).collect();
     let k = filter[1..].iter().product();
@@ -314,8 +316,8 @@ fn patches(ctx: &Ctx, x: &Array, weight: Array, epilogue: LinearEpilogue) -> Res
     Ok(out.reshape(&shape).permute(&back))
 }
 
-/// Returns the mean over the pixels of an image `[batch, channels, …]` as a product with ones, `[batch, channels]`; none for an image
-/// whose channels do not come last in memory, or without our kernels.
+/// Computes the mean over the pixels of an image `[batch, channels, …]` as a matmul with ones.
+/// Returns `[batch, channels]`; None if the image is not channels-last, or without our kernels.
 ///
 /// # Errors
 /// The device failed.
@@ -329,7 +331,7 @@ pub(super) fn mean_of_pixels(ctx: &Ctx, ours: bool, x: &Array) -> Result<Option<
     let rows = x.clone().permute(&last).reshape(&[batch, 1, pixels, channels]);
     let ones = TensorData::full([1, 1, 1, pixels], 1f32).convert_dtype(dtype);
     let ones = Array::from_data(ones, &x.device());
-    // The sum may be too large for f16.
+    // The sum may overflow f16.
     let epilogue = Epilogue { out: Some(FloatDType::F32), ..Epilogue::default() };
     let sum = ops::matmul(ctx, ones.tensor::<4>(), rows.tensor::<4>(), epilogue).map_err(text)?;
     let mean = Array::from_tensor(sum).times_number(1.0 / pixels as f64).cast(dtype);
@@ -341,7 +343,7 @@ pub(super) fn vector(own: Array) -> burn::tensor::Tensor<1> {
     own.reshape(&[count]).tensor()
 }
 
-/// Repeats each pixel in both directions.
+/// Upsamples an image by two with nearest neighbours.
 fn upsample(x: Array) -> Array {
     let own = x.shape();
     let [batch, channels, height, width] = [own[0], own[1], own[2], own[3]];
@@ -350,7 +352,7 @@ fn upsample(x: Array) -> Array {
         .reshape(&[batch, channels, 2 * height, 2 * width])
 }
 
-/// Applies an epilogue by Burn's operations.
+/// Applies an epilogue with Burn's operations.
 fn apply_epilogue(
     sum: Array,
     activation: Option<Activation>,
@@ -388,7 +390,7 @@ fn linear(call: &Call<'_>) -> super::Run {
     })
 }
 
-/// End of a product: `activation(sum + bias) · gate + residual`.
+/// Epilogue of a matmul: `activation(sum + bias) · gate + residual`.
 #[derive(Default)]
 pub(crate) struct LinearEpilogue {
     pub(crate) bias: Option<Array>,
@@ -397,7 +399,7 @@ pub(crate) struct LinearEpilogue {
     pub(crate) residual: Option<Array>,
 }
 
-/// Multiplies rows of any number of dimensions by a matrix `[k, width]`.
+/// Computes the matmul of x `[.., k]` with a weight `[k, width]`, and its epilogue.
 ///
 /// # Errors
 /// The device failed.
@@ -420,7 +422,7 @@ pub(crate) fn project(
         }
         return apply_epilogue(out, activation, false, gate, residual);
     }
-    // Rows in the order in which they lie: a transposed x is not copied, and the result is transposed as it is.
+    // Rows in memory order: a transposed x is not copied, and the output has the same layout.
     let order = x.order();
     let lies = order.last() == Some(&(shape.len() - 1));
     let order = if lies { order } else { (0..shape.len()).collect() };
@@ -454,17 +456,18 @@ fn group_norm(call: &Call<'_>) -> super::Run {
     })
 }
 
-/// A norm over groups of channels.
+/// A group norm.
 pub(crate) struct GroupNorm {
     pub(crate) groups: usize,
     pub(crate) epsilon: f64,
     pub(crate) activation: Option<Activation>,
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
 }
 
 impl GroupNorm {
-    /// Returns the norm of x, whose channels those of `second` follow. Weights are a factor and a bias.
+    /// Computes the norm of x, with the channels of `second` appended. `weights` are weight and
+    /// bias.
     ///
     /// # Errors
     /// Groups that do not divide the channels; the device failed.
@@ -498,7 +501,7 @@ impl GroupNorm {
             modulation: None,
             activation: self.activation,
         };
-        // In one dimension the width is 1.
+        // A 1-D image has width 1.
         let mut shape = x.shape();
         shape.resize(4, 1);
         let out = ops::group_norm(ctx, x.clone().reshape(&shape).tensor(), options);
@@ -521,17 +524,17 @@ fn norm(call: &Call<'_>) -> super::Run {
     })
 }
 
-/// A norm over the last dimensions.
+/// A layer norm or RMS norm over the last dimensions.
 pub(crate) struct Norm {
-    /// The mean is subtracted: a layer norm, and not an RMS norm.
+    /// True for a layer norm, which subtracts the mean; false for an RMS norm.
     pub(crate) centred: bool,
     pub(crate) epsilon: f64,
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
 }
 
 impl Norm {
-    /// Returns the norm of x over the dimensions from `first` on.
+    /// Computes the norm of x over the dimensions from `first` on.
     ///
     /// # Errors
     /// The device failed.
@@ -560,7 +563,7 @@ impl Norm {
     }
 }
 
-/// Attention over `[batch, heads, rows, size]`, or over `[heads, rows, size]`.
+/// Returns an attention of `[batch, heads, rows, size]` or `[heads, rows, size]`.
 fn attention(call: &Call<'_>) -> super::Run {
     let scoring = Scoring { scale: call.float("scale"), ..Scoring::new(call) };
     Box::new(move |inputs: &Inputs<'_>| {

@@ -1,4 +1,4 @@
-//! Operators that find elements by index.
+//! Gather, scatter and other operators on indices.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
@@ -16,7 +16,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
                 let at = axis(at, x.rank())?;
                 let (own, index_shape) = (x.shape(), indices.shape());
-                // A single entry is a view.
+                // A single index gives a view.
                 if indices.count() == 1 && indices.is_known() {
                     let (index, len) = (indices.ints()?[0], own[at]);
                     let place = axis(index, len).map_err(|_| {
@@ -118,7 +118,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Returns indices that count from the start; negative ones count from the end of `len` elements.
+/// Makes negative indices, which count from the end of `len` elements, non-negative.
 fn from_start(indices: Array, len: usize) -> Array {
     let indices = indices.cast(DType::I64);
     let zero = Array::full(&[], 0i64.into(), DType::I64, &indices.device());
@@ -126,7 +126,7 @@ fn from_start(indices: Array, len: usize) -> Array {
     indices.plus(below.times_number(len as f64))
 }
 
-/// Returns how updates change elements.
+/// Returns the reduction of a scatter.
 fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
     Ok(match call.text("reduction").unwrap_or("none") {
         "none" => IndexingUpdateOp::Assign,
@@ -138,7 +138,7 @@ fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
     })
 }
 
-/// Returns the place in a flat tensor that each row of indices names, and the elements of each.
+/// Returns the flat index of each index tuple, and the number of elements per tuple.
 fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), String> {
     let index_shape = indices.shape();
     let depth = *index_shape.last().ok_or("expected indices of rank 1 or more, got a scalar")?;
@@ -190,7 +190,7 @@ fn scatter_elements(
     let at = axis(at, own.len())?;
     let index_shape = indices.shape();
     let all = from_start(indices, own[at]).ints()?;
-    // Each index names a whole place, in the order of the updates.
+    // One index tuple per update, in the order of the updates.
     let mut places = Vec::with_capacity(all.len());
     for (number, index) in all.iter().enumerate() {
         let (mut rest, mut place, mut step) = (number, 0, 1);
@@ -219,7 +219,7 @@ fn scatter_nd(inputs: &Inputs<'_>, by: IndexingUpdateOp) -> Result<Vec<Array>, S
     Ok(vec![out.reshape(&own)])
 }
 
-/// Changes rows of `[rows, block]` by updates `[places, block]`, in order.
+/// Applies updates `[updates, block]` to rows of `[rows, block]`, in order.
 fn scattered(
     x: Array,
     places: Vec<i64>,
@@ -232,7 +232,7 @@ fn scattered(
         return Ok(scattered(x, places, updates, by)?.cast(dtype));
     }
     let rows = places.len();
-    // On a device, Burn changes a place that is named twice once. The host does it in order.
+    // On a device, Burn applies only one of several updates to one row. The host applies all.
     let mut named = places.clone();
     named.sort_unstable();
     let twice = named.windows(2).any(|pair| pair[0] == pair[1]);

@@ -1,10 +1,11 @@
-//! Products with matrices of int8, which a pass makes.
+//! Matmuls with int8 weights, which the pass `int8` creates.
 //!
 //! ```text
 //! out[.., n] = scale[n] · Σ_k x[.., k] · code[k, n] + bias[n]
 //! ```
 //!
-//! Integers `a - zero` are multiplied as f32, in parts of K whose sums are less than 2^24 and so exact.
+//! Integer matmuls run in f32 on `a - zero`, split along k so that partial sums stay below 2^24 and
+//! are exact.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -22,7 +23,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     (call.op() == "flashover::Int8").then(|| matmul(call))
 }
 
-/// Depth of a product of integers that is exact in f32: 512 · 255 · 128 < 2^24.
+/// Maximum k of an integer matmul that is exact in f32: 512 · 255 · 128 < 2^24.
 const EXACT: usize = 512;
 
 fn matmul(call: &Call<'_>) -> Result<Run, String> {
@@ -38,7 +39,7 @@ fn matmul(call: &Call<'_>) -> Result<Run, String> {
         return Err(format!("expected 1 or {n} scales, got {}", scales.num_elements()));
     }
     let devices = call.devices().clone();
-    // Multiplies x by the part of the matrix that begins at a place of K.
+    // Matmul of x with the part of the matrix that starts at an index of k.
     let multiply = move |inputs: &Inputs<'_>, from: usize, x: Array| {
         let depth = *x.shape().last().unwrap_or(&0);
         let matrix = devices.packed((number, from, x.dtype()), || {
@@ -70,7 +71,7 @@ fn matmul(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Codes `[n, k]` with a scale of each row.
+/// Quantised values `[n, k]` with one scale per row.
 struct Matrix {
     n: usize,
     k: usize,
@@ -79,7 +80,7 @@ struct Matrix {
 }
 
 impl Matrix {
-    /// Takes a part of K of codes `[k, n]`, or `[n, k]` if they are transposed.
+    /// Takes a range of k from values `[k, n]`, or `[n, k]` if transposed.
     fn new(codes: &TensorData, scales: &TensorData, transposed: bool, part: Range<usize>) -> Self {
         let (bytes, columns) = (codes.as_bytes(), codes.shape()[1]);
         let n = codes.shape()[usize::from(!transposed)];
@@ -91,7 +92,8 @@ impl Matrix {
         Self { n, k: part.len(), codes, scales }
     }
 
-    /// Returns the matrix in the format of our kernels, whose scale is a 127th of the largest number of a row.
+    /// Returns the matrix in the format of our kernels, whose absmax of a row is 127 times its
+    /// scale.
     fn encoded(&self) -> Encoded<'_> {
         let most = self.scales.iter().flat_map(|own| (127.0 * own).to_le_bytes()).collect();
         Encoded {
@@ -102,7 +104,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the numbers `[n, k]`.
+    /// Returns the dequantised matrix `[n, k]`.
     fn decoded(&self) -> Vec<f32> {
         let rows = self.codes.chunks(self.k.max(1)).zip(&self.scales);
         rows.flat_map(|(row, scale)| {

@@ -1,4 +1,4 @@
-//! Products of matrices.
+//! Matmuls, einsum and determinants.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
@@ -42,7 +42,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Multiplies by our kernel; none for operands that it does not take.
+/// Computes a matmul with our kernel; None for operands that it does not support.
 fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
     let ranks = [a.rank(), b.rank()];
     let plain = ranks.iter().all(|rank| (2..=4).contains(rank)) && a.dtype() == b.dtype();
@@ -53,7 +53,7 @@ fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
     let text = |why: OpError| why.to_string();
     let (a, b) = (a.clone(), b.clone());
     if ranks[1] == 2 && ranks[0] > 2 {
-        // One matrix for all rows.
+        // One matrix for all batches: a single matmul.
         let (mut shape, width) = (a.shape(), b.shape()[1]);
         let k = shape.pop().unwrap_or(0);
         let rows = shape.iter().product();
@@ -68,8 +68,8 @@ fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
     Ok(Some(out.reshape(&shape)))
 }
 
-/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast. On a device with our kernels they do it: Burn
-/// rounds f32 to tf32.
+/// Computes a matmul like NumPy's: vectors are rows or columns, and batches broadcast. Our kernels
+/// run where the device has them, because Burn rounds f32 to tf32.
 pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if let Some(made) = by_kernel(ctx, &a, &b)? {
         return Ok(made);
@@ -81,7 +81,7 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
         ));
     }
     if of_a.len() > 2 && of_b.len() == 2 && of_a.last() == of_b.first() {
-        // One matrix for all rows: one product, not one for each of the batch.
+        // One matrix for all batches: a single matmul.
         let k = of_a.pop().unwrap_or(0);
         let rows = matmul(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
         of_a.push(of_b[1]);
@@ -119,7 +119,7 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     Ok(out.reshape(&shape))
 }
 
-/// Sums products over the labels that the result lacks.
+/// Computes an Einstein sum: sums over the labels that the output lacks.
 fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     let text: String = equation.chars().filter(|own| !own.is_whitespace()).collect();
     let (left, right) = match text.split_once("->") {
@@ -131,7 +131,7 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
         let (want, have) = (terms.len(), inputs.len());
         return Err(format!("expected {want} inputs for equation `{equation}`, got {have}"));
     }
-    // Dots stand for dimensions of any number: they get labels that no letter has.
+    // An ellipsis is any number of dimensions: they get labels that are no letters.
     let named = |term: &str| term.chars().filter(|own| *own != '.').count();
     let dots = |term: &str, rank: usize| {
         if term.contains("...") { rank.saturating_sub(named(term)) } else { 0 }
@@ -165,7 +165,7 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
             None => own,
             Some(before) => multiply(before, own)?,
         };
-        // Labels that nothing later reads are summed now.
+        // Sum over labels that no later term has.
         let later = rest(at + 1);
         result = Some(summed(joined, &|label| out.contains(&label) || later.contains(&label)));
     }
@@ -176,7 +176,7 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     Ok(array.permute(&order))
 }
 
-/// Takes the diagonal of dimensions with the same label.
+/// Takes the diagonal of dimensions with equal labels.
 fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), String> {
     let mut labels = labels.to_vec();
     if labels.len() != array.rank() {
@@ -202,7 +202,7 @@ fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), Str
     Ok((array, labels))
 }
 
-/// Multiplies elements, with all labels of both.
+/// Multiplies elementwise; the result has the labels of both.
 fn multiply(
     (a, of_a): (Array, Vec<char>),
     (b, of_b): (Array, Vec<char>),
@@ -243,7 +243,7 @@ fn summed((array, labels): (Array, Vec<char>), keeps: &dyn Fn(char) -> bool) -> 
     (Array::from_dispatch(tensor).reshape(&shape), kept.iter().map(|at| labels[*at]).collect())
 }
 
-/// Determinants of matrices, by elimination in f64 on the host.
+/// Computes determinants by elimination in f64 on the host.
 fn determinant(x: &Array) -> Result<Array, String> {
     let own = x.shape();
     let [.., rows, columns] = own[..] else {

@@ -1,4 +1,4 @@
-//! Losses of classes.
+//! Classification losses.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;
@@ -38,7 +38,7 @@ enum Fold {
     Sum,
 }
 
-/// -w[t] · x[n, t, …], with the weight 0 for targets that are ignored; the mean is by weight.
+/// Computes -w[t] · x[n, t, …], with weight 0 for ignored targets; the mean is weighted.
 fn loss(inputs: &Inputs<'_>, logs: Array, by: Fold, ignored: Option<i64>) -> Result<Array, String> {
     let target = inputs.get(1)?.cast(DType::I64);
     let (shape, classes, dtype) = (target.shape(), logs.shape()[1], logs.dtype());
@@ -50,7 +50,7 @@ fn loss(inputs: &Inputs<'_>, logs: Array, by: Fold, ignored: Option<i64>) -> Res
             Some(target.clone().compared(own, crate::array::Order::Equal).not())
         }
     };
-    // Ignored targets may be no class.
+    // An ignored target may be out of range.
     let target = target.at_least(0.0).at_most(classes as f64 - 1.0);
     let weight = match inputs.maybe(2) {
         Some(weight) => {

@@ -1,4 +1,4 @@
-//! Norms. Statistics are computed in f32, or in f64.
+//! Norms. Statistics are f32, or f64.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -59,7 +59,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                     2 => sum(x.clone().times(x.clone())).float(Dispatch::float_sqrt),
                     other => return Err(format!("expected p of 1 or 2, got {other}")),
                 };
-                // A line of zeros stays.
+                // Zeros stay zeros.
                 let zero = size.clone().above(0.0).not().cast(x.dtype());
                 Ok(vec![x.over(size.plus(zero))])
             })
@@ -102,7 +102,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Normalises groups of channels.
+/// Computes a group norm.
 pub(super) fn grouped(
     x: Array,
     factor: Option<Array>,
@@ -117,7 +117,7 @@ pub(super) fn grouped(
     }
     let rest = x.count() / (batch * groups).max(1);
     let (normed, ..) = normed(x.reshape(&[batch, groups, rest]), &[2], epsilon, true);
-    // Until opset 20 a factor is that of a group.
+    // Until opset 20 there is one weight per group.
     let of_channel = |each: Array| {
         let count = each.count();
         let mut shape = vec![1; own.len()];
@@ -132,7 +132,7 @@ pub(super) fn grouped(
     Ok(scaled(normed.reshape(&own), factor, bias).cast(dtype))
 }
 
-/// Returns a shape that puts the elements of a vector on the second of `rank` dimensions.
+/// Returns the shape of a vector along the second of `rank` dimensions.
 fn per_channel(rank: usize) -> impl Fn(&Array) -> Vec<usize> {
     move |own| {
         let mut each = vec![1; rank];
@@ -152,7 +152,8 @@ fn mean_of(mut x: Array, axes: &[usize]) -> Array {
     x
 }
 
-/// Returns (x - mean) / √(variance + ε) over dimensions, the mean and the factor; without a mean if it is not `centred`.
+/// Returns (x - mean) / √(variance + ε) over dimensions, the mean and the inverse deviation. If not
+/// `centred`, the mean is not subtracted.
 pub(super) fn normed(
     x: Array,
     axes: &[usize],

@@ -1,4 +1,4 @@
-//! Programs of elementwise steps.
+//! Elementwise programs, which the pass `chain` creates.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -22,7 +22,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             return Ok(vec![by_steps(&program, all)?]);
         }
         let float = all.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
-        // A kernel reads elements of two types.
+        // The kernel reads at most two dtypes.
         for own in &mut all {
             if own.dtype().is_float() && own.dtype() != float {
                 *own = own.clone().cast(float);
@@ -47,7 +47,7 @@ const fn stored(own: burn::tensor::BoolDType) -> DType {
     }
 }
 
-/// Returns true for a program whose result is a bool.
+/// Returns true if the result of a program is a bool.
 fn is_logic(program: &Program) -> bool {
     match program.steps.last() {
         Some(Step::Unary(Function::Not, _)) => true,
@@ -63,10 +63,10 @@ fn is_logic(program: &Program) -> bool {
     }
 }
 
-/// Runs a program by Burn's operations, one after the other.
+/// Runs a program with Burn's operations, step by step.
 fn by_steps(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
     let narrow = inputs.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
-    // As in the kernel, only the result has 16 bits.
+    // As in the kernel, only the result is rounded to 16 bits.
     let float = if narrow.size() == 2 { DType::F32 } else { narrow };
     let device = inputs.first().ok_or("a program has no inputs")?.device();
     let mut registers = inputs;

@@ -1,4 +1,4 @@
-//! Quantisation by scales and zero points, and products of what is quantised.
+//! Quantisation with scales and zero points, and quantised matmuls and convolutions.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -88,7 +88,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Returns values of rows as a column, if there are several.
+/// Returns per-row values as a column.
 fn lines(x: Array, rank: usize) -> Array {
     match x.rank() {
         1 if x.count() > 1 && rank >= 2 => {
@@ -103,7 +103,7 @@ fn round(x: Array) -> Array {
     x.float(Dispatch::float_round)
 }
 
-/// Subtracts zero points, in i32. Those of rows are a column.
+/// Subtracts zero points in i32. Per-row zero points are a column.
 pub(super) fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Array, String> {
     let rank = x.rank();
     let x = x.cast(DType::I32);
@@ -116,7 +116,7 @@ pub(super) fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Ar
     })
 }
 
-/// Subtracts zero points of filters.
+/// Subtracts the zero points of filters.
 fn subtract_filter_zeros(w: Array, zero: Option<Array>) -> Array {
     let mut each = vec![1; w.rank()];
     let w = w.cast(DType::I32);
@@ -129,7 +129,7 @@ fn subtract_filter_zeros(w: Array, zero: Option<Array>) -> Array {
     }
 }
 
-/// Least and greatest number of an integer type.
+/// Returns the minimum and maximum of an integer dtype.
 pub(crate) fn limits(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::I8 => (-128.0, 127.0),
@@ -143,7 +143,7 @@ pub(crate) fn limits(dtype: DType) -> (f64, f64) {
     }
 }
 
-/// Rounds to an integer type, after a zero point is added.
+/// Adds a zero point, and rounds to an integer dtype.
 fn rounded(x: Array, zero: Option<Array>, dtype: DType) -> Array {
     let (least, most) = limits(dtype);
     let x = round(x);
@@ -157,7 +157,7 @@ fn rounded(x: Array, zero: Option<Array>, dtype: DType) -> Array {
     x.at_least(least).at_most(most).cast(dtype)
 }
 
-/// Spreads scales or zero points over a tensor: one for all, one for each place of an axis, or one for a block along it.
+/// Broadcasts scales or zero points to a shape: per tensor, per axis, or per block along an axis.
 fn spread(own: Array, shape: &[usize], at: i64, block: usize) -> Result<Array, String> {
     let rank = shape.len();
     if own.rank() == 0 || own.count() == 1 && rank == 0 {
@@ -218,7 +218,7 @@ fn dequantize(
     Ok(x.cast(DType::F32).times(scale))
 }
 
-/// y in u8, with the scale and the zero point that the range of x asks for; the range has 0 in it.
+/// Quantises x to u8, with scale and zero point from its range, which includes 0.
 fn dynamic(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let count = x.count();

@@ -1,4 +1,4 @@
-//! Recurrent layers: RNN, GRU and LSTM, one step after another.
+//! Recurrent layers: RNN, GRU and LSTM, step by step.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
@@ -27,7 +27,7 @@ enum Cell {
 }
 
 impl Cell {
-    /// Gates, and the activations that ONNX gives them.
+    /// Returns the number of gates, and ONNX's default activations.
     fn usual(self) -> (usize, &'static [&'static str]) {
         match self {
             Self::Rnn => (1, &["Tanh"]),
@@ -37,7 +37,7 @@ impl Cell {
     }
 }
 
-/// An activation with its two numbers.
+/// An activation with its parameters.
 #[derive(Debug, Clone)]
 struct Activation {
     name: String,
@@ -91,7 +91,7 @@ struct Layer {
     cell: Cell,
     size: usize,
     directions: Vec<bool>,
-    /// Activations of each direction.
+    /// Activations per direction.
     activations: Vec<Vec<Activation>>,
     clip: Option<f64>,
     batch_first: bool,
@@ -142,7 +142,8 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
 }
 
 impl Layer {
-    /// Returns Y `[steps, directions, batch, size]`, the last states, and of an LSTM the last cells.
+    /// Returns Y `[steps, directions, batch, size]`, the last hidden states, and the last cell
+    /// states of an LSTM.
     fn run(&self, inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
         let mut x = inputs.get(0)?;
         if self.batch_first {
@@ -190,7 +191,7 @@ impl Layer {
                     &weights,
                     &self.activations[direction],
                 )?;
-                // Sequences that have ended, or that have not begun from their end, keep their states.
+                // Sequences outside of their length keep their state.
                 let lives: Vec<bool> = lengths.iter().map(|own| at < *own).collect();
                 if lives.iter().all(|own| *own) {
                     made[at] = Some(next.clone());
@@ -230,7 +231,7 @@ impl Layer {
         }
     }
 
-    /// Returns the next state, and of an LSTM the next cell.
+    /// Returns the next hidden state, and the next cell state of an LSTM.
     fn step(
         &self,
         ctx: &Ctx,
@@ -284,7 +285,8 @@ impl Layer {
                         own.clone().narrow(0, at * size, (at + 1) * size).times(cell.clone())
                     })
                 };
-                // In the order of ONNX: input, output, forget, cell; peepholes: input, output, forget.
+                // ONNX order of gates: input, output, forget, cell; of peepholes: input, output,
+                // forget.
                 let input = activations[0].run(self.clipped(with(sum(0), peep(0, cell))));
                 let forget = match self.coupled {
                     true => input.clone().times_number(-1.0).plus_number(1.0),

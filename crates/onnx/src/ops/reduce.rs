@@ -1,4 +1,4 @@
-//! Operators over dimensions: sums and other folds, the places of extremes, running sums, softmax.
+//! Operators along dimensions: reductions, argmax, cumulative sums, softmax, top-k.
 
 use burn::backend::ops::{ActivationOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchTensor};
@@ -57,7 +57,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })))
 }
 
-/// Folds one dimension after another; they stay with length 1.
+/// Reduces one dimension after another; reduced dimensions have length 1.
 fn each(
     mut x: Array,
     axes: &[usize],
@@ -97,13 +97,13 @@ fn abs(x: Array) -> Array {
     }
 }
 
-/// Returns true if a fold over these dimensions has no elements.
+/// Returns true if a reduction over these dimensions has no elements.
 fn is_empty(x: &Array, axes: &[usize]) -> bool {
     let own = x.shape();
     axes.iter().any(|at| own[*at] == 0)
 }
 
-/// Returns the extreme of no elements: an infinity, or the limit of an integer type.
+/// Returns the maximum or minimum of an empty set: an infinity, or the limit of an integer dtype.
 fn extreme_of_empty(x: &Array, axes: &[usize], value: f64) -> Array {
     let mut shape = x.shape();
     axes.iter().for_each(|at| shape[*at] = 1);
@@ -129,10 +129,10 @@ fn min(x: Array, axes: &[usize]) -> Array {
     }
 }
 
-/// ln Σ e^x, as m + ln Σ e^(x - m) with the largest element m.
+/// Computes ln Σ e^x, as m + ln Σ e^(x - m) with the maximum m.
 fn log_sum_exp(x: Array, axes: &[usize]) -> Array {
     let largest = max(x.clone(), axes);
-    // An infinite m would give NaN.
+    // An infinite maximum would give NaN.
     let bound = largest.clone().at_least(f64::from(f32::MIN)).at_most(f64::from(f32::MAX));
     let sum = sum(x.minus(bound.clone()).float(Dispatch::float_exp), axes);
     sum.float(Dispatch::float_log).plus(bound)
@@ -218,7 +218,8 @@ fn cumulate(x: Array, at: usize, sums: bool) -> Array {
     })
 }
 
-/// Until opset 12 the dimensions from the axis on are one.
+/// Computes a softmax, log-softmax or hardmax. With `rows` (until opset 12), the dimensions from
+/// the axis on count as one.
 fn softmax(
     inputs: &Inputs<'_>,
     op: &str,
@@ -257,10 +258,10 @@ fn softmax(
     Ok(vec![out.reshape(&own)])
 }
 
-/// Returns the softmax over a dimension.
+/// Computes the softmax along a dimension.
 ///
-/// Burn's CPU backend adds the numbers of a row one after another, which is wrong by 3e-4 for 18,000 of them; its sums over
-/// a dimension are not. The shares are divided by such a sum once more.
+/// In Burn's CPU backend, the sequential sum of a softmax of 18,000 elements is off by 3e-4, but
+/// sums along a dimension are accurate. So the probabilities are divided by such a sum again.
 pub(super) fn shares(x: Array, at: usize) -> Array {
     let shares = Array::from_dispatch(Dispatch::softmax(x.into_inner(), at));
     if !shares.is_on_host() {
@@ -285,7 +286,8 @@ fn top_k(
     let len = x.shape()[at];
     let count = usize::try_from(k).ok().filter(|k| *k <= len);
     let k = count.ok_or_else(|| format!("expected k from 0 to {len} on axis {at}, got {k}"))?;
-    // Burn's sort of equal elements has no order, and ONNX wants the lower index first: sort (key, index) on the host.
+    // ONNX orders equal elements by index, but Burn's sort is not stable: sort (key, index) on the
+    // host.
     let data = x.to_data()?;
     let own = x.shape();
     let (outer, inner): (usize, usize) =
@@ -317,7 +319,7 @@ fn top_k(
     Ok(vec![x.gather(at, places.clone()), places])
 }
 
-/// Computes floats of 16 bits in f32.
+/// Runs a function in f32 if x has 16 bits.
 fn wide(x: Array, run: impl FnOnce(DispatchTensor) -> DispatchTensor) -> Array {
     let dtype = x.dtype();
     let x = if dtype.size() == 2 { x.cast(DType::F32) } else { x };

@@ -1,10 +1,10 @@
-//! Resizing.
+//! Resize and Upsample.
 //!
 //! ```text
 //! out[.., i, ..] = Σ over j:  W[i, j] · x[.., j, ..]      one dimension after the other
 //! ```
 //!
-//! A row of W has the weights of the neighbours of the place of i in x. Each dimension is a product of matrices.
+//! Row i of W holds the weights of the neighbours of position i in x. Each dimension is a matmul.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -26,7 +26,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 enum Mode {
     Nearest(Round),
     Linear,
-    /// With the coefficient a of Keys' kernel.
+    /// Keys' cubic kernel with coefficient a.
     Cubic(f64),
 }
 
@@ -38,7 +38,7 @@ enum Round {
     Ceil,
 }
 
-/// Place of a result in x.
+/// Coordinate transformation from output to x.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     HalfPixel,
@@ -49,7 +49,7 @@ enum Place {
     Crop,
 }
 
-/// Rule for dimensions whose sizes have one ratio.
+/// Policy that keeps the aspect ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ratio {
     Stretch,
@@ -160,7 +160,7 @@ fn resized(
         None => (0..own.len()).collect(),
     };
     let lens: Vec<f64> = axes.iter().map(|at| own[*at] as f64).collect();
-    // Of each axis: the ratio of sizes, and the size of the result.
+    // Per axis: scale, and size of the output.
     let each: Vec<(f64, usize)> = match (scales, sizes) {
         (Some(scales), _) => scales
             .iter()
@@ -204,7 +204,7 @@ fn resized(
         let weights = weights(options, *scale, own[*at], &places);
         let data = TensorData::new(weights, [*size, own[*at]]).convert_dtype(wide);
         let weights = Array::from_data(data, &out.device());
-        // The dimension becomes the last but one.
+        // Move the dimension to the second to last.
         let rank = own.len();
         let mut order: Vec<usize> = (0..rank).filter(|own| own != at).collect();
         order.push(*at);
@@ -229,12 +229,12 @@ fn resized(
     Ok(vec![out.cast(dtype)])
 }
 
-/// Rounds to the nearest integer, which a cast would not.
+/// Rounds to the nearest integer; a cast truncates.
 fn rounded(x: Array) -> Array {
     x.float(Dispatch::float_round)
 }
 
-/// Returns the place in x of each result.
+/// Returns the position in x of each output element.
 fn places(
     place: Place,
     scale: f64,
@@ -268,7 +268,7 @@ fn places(
 /// Returns the rows of W.
 fn weights(options: &Options, scale: f64, len: usize, places: &[f64]) -> Vec<f64> {
     let mut all = vec![0.0; places.len() * len];
-    // Without antialiasing a kernel has its own width; with it, that of the image when it shrinks.
+    // With antialiasing, the kernel widens by the downscaling factor.
     let shrink = if options.antialias { scale.min(1.0) } else { 1.0 };
     for (place, row) in places.iter().zip(all.chunks_mut(len)) {
         let below = place.floor();

@@ -1,4 +1,4 @@
-//! Operators of sequence models: rotary embeddings, linear attention, causal convolutions, and writes into caches.
+//! Operators of sequence models: RoPE, linear attention, causal convolutions, and cache updates.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -64,16 +64,16 @@ fn rotary(call: &Call<'_>) -> Run {
     })
 }
 
-/// Angles of a rotary embedding.
+/// Angles of RoPE.
 pub(super) struct Angles {
     /// `[batch, positions, 1, dims / 2]`
     pub(super) cos: Array,
     pub(super) sin: Array,
-    /// Neighbours make a pair, and not the halves.
+    /// True to pair neighbours (interleaved), false to pair halves.
     pub(super) pairs: bool,
 }
 
-/// Turns the first `dims` numbers of each head of `[batch, positions, heads, size]`.
+/// Applies RoPE to the first `dims` elements of each head of `[batch, positions, heads, size]`.
 pub(super) fn rotate(x: Array, angles: &Angles, dims: usize) -> Array {
     let [batch, positions, heads, size] = x.shape()[..] else { unreachable!("rank 4") };
     let half = dims / 2;
@@ -221,7 +221,7 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Writes an update into each sequence of a cache, from a place of its own.
+/// Writes an update into each sequence of a cache, at its own start position.
 fn write_cache(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, String> {
     let (past, update) = (inputs.get(0)?, inputs.get(1)?);
     let own = past.shape();
@@ -256,7 +256,7 @@ fn write_cache(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array
     Ok(vec![Array::concat(all, 0)])
 }
 
-/// Reverses the first elements of each sequence, as many as its length.
+/// Reverses each sequence up to its length.
 fn reversed(inputs: &Inputs<'_>, batch: i64, time: i64) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let own = x.shape();

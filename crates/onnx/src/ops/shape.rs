@@ -1,4 +1,5 @@
-//! Operators that move elements: reshaping, slicing, joining, padding; and tensors made from shapes.
+//! Operators that move elements: reshape, slice, concatenate, pad; and operators that create
+//! tensors from shapes.
 
 use burn::tensor::{Slice, TensorData};
 
@@ -65,7 +66,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             })
         }
         "Concat" => {
-            // Opset 1 to 3 had a default.
+            // Opsets 1 to 3 have a default axis.
             let at = call.int("axis").unwrap_or(1);
             Box::new(move |inputs| {
                 let all = inputs.each()?;
@@ -112,7 +113,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 for (at, len) in axes.iter().zip(want) {
                     let at = axis(*at, x.rank())?;
                     let (have, len) = (x.shape()[at] as i64, len as i64);
-                    // What is cut or added is less, or the same, before than after.
+                    // The smaller half is cut or added before.
                     let before = if len < have { -((have - len) / 2) } else { (len - have) / 2 };
                     x = padded(x, at, [before, len - have - before], Edge::Constant, &zero)?;
                 }
@@ -301,7 +302,7 @@ fn split(
         (Some(fixed), _) => fixed.to_vec(),
         (None, Some(sizes)) => sizes.ints()?,
         (None, None) => {
-            // The last part is smaller where they are not even.
+            // The last part is smaller if the split is uneven.
             let each = all.div_ceil(parts.max(1));
             (0..parts)
                 .map(|part| (all.min((part + 1) * each) - all.min(part * each)) as i64)
@@ -346,7 +347,7 @@ fn slice(inputs: &Inputs<'_>, fixed: &[Option<Vec<i64>>; 3]) -> Result<Vec<Array
             return Err("expected steps other than 0".to_owned());
         }
         let from_end = |value: i64| if value < 0 { value.saturating_add(len) } else { value };
-        // The elements from the lowest on; those of a negative step are reversed afterwards.
+        // Slice in ascending order; negative steps are reversed afterwards.
         let (first, count) = if *step > 0 {
             let (start, end) = (from_end(*start).clamp(0, len), from_end(*end).clamp(0, len));
             (start, (end - start).max(0).unsigned_abs().div_ceil(step.unsigned_abs()) as i64)
@@ -408,7 +409,7 @@ fn range(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     Ok(vec![Array::from_data(data, &device)])
 }
 
-/// Source of the elements beyond the edges.
+/// Mode of padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Edge {
     Constant,
@@ -425,7 +426,7 @@ fn pad(call: &Call<'_>) -> Result<Run, String> {
         "wrap" => Edge::Wrap,
         other => return Err(format!("mode `{other}` is not supported")),
     };
-    // Opset 1 named them paddings.
+    // Opset 1 names the attribute `paddings`.
     let fixed = call.ints("pads").or_else(|| call.ints("paddings")).map(<[i64]>::to_vec);
     let value = call.float("value").unwrap_or(0.0);
     Ok(Box::new(move |inputs| {
@@ -453,7 +454,7 @@ fn pad(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Adds elements before and after a dimension; negative numbers take them away.
+/// Pads a dimension before and after; negative pads remove elements.
 fn padded(
     mut x: Array,
     axis: usize,

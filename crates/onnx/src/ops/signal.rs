@@ -1,4 +1,4 @@
-//! Operators of signals: Fourier transforms, their windows, and mel bands.
+//! Signal operators: Fourier transforms, window functions and mel filter banks.
 
 use burn::tensor::{DType, TensorData};
 use ops::Ctx;
@@ -11,7 +11,7 @@ use crate::limits::fits;
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
-    // Coefficients of cosines of 0, 1 and 2 times the angle.
+    // Coefficients of the cosines of 0, 1 and 2 times the angle.
     let coefficients = match call.op() {
         "HannWindow" => [0.5, -0.5, 0.0],
         "HammingWindow" => [25.0 / 46.0, -21.0 / 46.0, 0.0],
@@ -96,7 +96,8 @@ fn frames(call: &Call<'_>) -> Run {
     })
 }
 
-/// Returns the weights `[frequencies, bands]` of triangles whose corners are even on the mel scale, as ONNX has them.
+/// Computes the weights `[frequencies, bands]` of triangular filters with even spacing on the mel
+/// scale, as in ONNX.
 fn mel(call: &Call<'_>) -> Result<Run, String> {
     let to = tensor::dtype(call.int("output_datatype").unwrap_or(1) as i32)?;
     Ok(Box::new(move |inputs| {
@@ -134,7 +135,8 @@ fn mel(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// X[k] = Σ x[t] · e^(∓2πi·k·t/n), the inverse over n. A onesided transform has, or takes, the first n/2 + 1 of X alone.
+/// Computes X[k] = Σ x[t] · e^(∓2πi·k·t/n); the inverse is divided by n. A one-sided transform has
+/// only the first n/2 + 1 elements of X.
 fn dft(
     ctx: &Ctx,
     x: Array,
@@ -158,7 +160,7 @@ fn dft(
     }
     let taken = own[at].min(if to_real { n / 2 + 1 } else { n });
     let made = if onesided && !inverse { n / 2 + 1 } else { n };
-    // The dimension becomes the last one.
+    // Move the dimension to the end.
     let mut order: Vec<usize> = (0..rank - 1).filter(|own| *own != at).collect();
     order.push(at);
     let lines: usize = order[..rank - 2].iter().map(|at| own[*at]).product();
@@ -175,7 +177,7 @@ fn dft(
     let weight = |t: usize| match (inverse, to_real) {
         (false, _) => 1.0,
         (true, false) => 1.0 / n as f64,
-        // Frequencies that are not there are the conjugates of others.
+        // Omitted frequencies are conjugates of the others.
         (true, true) if t == 0 || 2 * t == n => 1.0 / n as f64,
         (true, true) => 2.0 / n as f64,
     };

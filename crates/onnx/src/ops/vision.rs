@@ -1,4 +1,4 @@
-//! Operators of pictures: samples at places of a grid, and boxes that do not overlap.
+//! Image operators: grid sampling and non-maximum suppression.
 
 use burn::tensor::{DType, TensorData};
 
@@ -38,7 +38,7 @@ enum Mode {
     Cubic,
 }
 
-/// Source of the pixels beyond the edges.
+/// Mode of padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Edge {
     Zeros,
@@ -46,7 +46,7 @@ enum Edge {
     Reflection,
 }
 
-/// Returns the neighbours of a place along a dimension, with their weights.
+/// Returns the neighbours of a coordinate along a dimension, with their weights.
 fn neighbours(place: f64, mode: Mode) -> Vec<(f64, f64)> {
     let below = place.floor();
     let far = place - below;
@@ -64,13 +64,13 @@ fn neighbours(place: f64, mode: Mode) -> Vec<(f64, f64)> {
     }
 }
 
-/// First and last place of a dimension.
+/// Returns the first and last coordinate of a dimension.
 fn bounds(len: usize, corners: bool) -> (f64, f64) {
     let last = len as f64 - 1.0;
     if corners { (0.0, last) } else { (-0.5, last + 0.5) }
 }
 
-/// Returns a place within the bounds, reflected by them as often as it takes.
+/// Reflects a coordinate at the bounds until it is inside.
 fn reflected(place: f64, (least, most): (f64, f64)) -> f64 {
     let span = most - least;
     if span <= 0.0 {
@@ -80,7 +80,7 @@ fn reflected(place: f64, (least, most): (f64, f64)) -> f64 {
     least + if far <= span { far } else { 2.0 * span - far }
 }
 
-/// Returns the pixel of a place; none for a pixel of 0.
+/// Returns the pixel index of a coordinate; None if the pixel is zero padding.
 fn within(place: f64, len: usize, edge: Edge, corners: bool) -> Option<usize> {
     let last = len as f64 - 1.0;
     if (0.0..=last).contains(&place) {
@@ -93,7 +93,8 @@ fn within(place: f64, len: usize, edge: Edge, corners: bool) -> Option<usize> {
     }
 }
 
-/// Adds neighbours by their weights, of any number of dimensions; the last of a grid names the last dimension first.
+/// Samples x at the coordinates of a grid, for any number of dimensions. The first coordinate
+/// belongs to the last dimension.
 fn grid_sample(
     inputs: &Inputs<'_>,
     mode: Mode,
@@ -130,7 +131,8 @@ fn grid_sample(
             if mode == Mode::Nearest {
                 place = place.round_ties_even();
             }
-            // A place beyond the edges moves before its neighbours are taken, but for cubics, whose neighbours move one by one.
+            // Coordinates outside move to the edge before interpolation, except in cubic mode,
+            // where each neighbour moves.
             let (least, most) = bounds(*len, corners);
             if mode != Mode::Cubic && !(least..=most).contains(&place) {
                 place = match edge {
@@ -175,7 +177,8 @@ fn grid_sample(
     Ok(vec![sum.reshape(&shape).cast(dtype)])
 }
 
-/// Returns (batch, class, box) of boxes in order of their scores, without those that overlap a better one too far.
+/// Returns (batch, class, box) of the selected boxes in order of their scores: non-maximum
+/// suppression.
 fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> {
     let (boxes, scores) = (inputs.get(0)?, inputs.get(1)?);
     let [batches, count, 4] = boxes.shape()[..] else {
@@ -193,7 +196,7 @@ fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> 
     let most = number(2)?.unwrap_or(0.0).max(0.0) as usize;
     let (overlap, least) = (number(3)?.unwrap_or(0.0), number(4)?);
     let (boxes, scores) = (boxes.floats()?, scores.floats()?);
-    // Corners, from least to greatest.
+    // Corners in ascending order.
     let corners: Vec<[f64; 4]> = boxes
         .chunks(4)
         .map(|own| match centred {

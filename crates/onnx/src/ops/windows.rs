@@ -1,4 +1,4 @@
-//! Operators over windows of an image of any number of dimensions: convolutions and pools.
+//! Convolutions and pools over images of any rank.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{
@@ -28,14 +28,14 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Layout of windows on an image.
+/// Windows of a convolution or pool.
 #[derive(Debug, Clone)]
 pub(crate) struct Windows {
-    /// Lengths of a window; none if the filters tell.
+    /// Shape of a window; None if the filters define it.
     kernel: Option<Vec<usize>>,
     strides: Option<Vec<usize>>,
     dilations: Option<Vec<usize>>,
-    /// Padding before each dimension, then after each.
+    /// Pads before each dimension, then after each.
     pads: Option<Vec<usize>>,
     auto: Auto,
     pub(crate) groups: usize,
@@ -49,18 +49,18 @@ enum Auto {
     Valid,
 }
 
-/// Zeros around an image.
+/// Padding of an image with zeros.
 #[derive(Debug, Clone, Copy)]
 pub enum Padding<'a> {
-    /// Numbers before each dimension, then those after each.
+    /// Pads before each dimension, then after each.
     Pads(&'a [usize]),
-    /// As many as keep the size at a stride of 1; an odd one comes after.
+    /// Pads that keep the size at stride 1; an odd pad goes to the end.
     SameUpper,
-    /// As [`Padding::SameUpper`]; an odd one comes before.
+    /// [`Padding::SameUpper`], but an odd pad goes to the start.
     SameLower,
 }
 
-/// Sizes in each dimension.
+/// Sizes per dimension.
 pub(super) struct Sizes {
     kernel: Vec<usize>,
     pub(super) strides: Vec<usize>,
@@ -70,7 +70,7 @@ pub(super) struct Sizes {
 }
 
 impl Windows {
-    /// Windows of lengths that the filters tell.
+    /// Returns windows whose shape the filters define.
     pub(crate) fn new(
         strides: &[usize],
         padding: Padding<'_>,
@@ -142,11 +142,11 @@ impl Windows {
     }
 }
 
-/// A convolution of an image, filters and a bias.
+/// Function that convolves an image with filters and a bias.
 pub(super) type Convolve =
     Box<dyn Fn(Array, Array, Option<Array>) -> Result<Array, String> + Send + Sync>;
 
-/// Returns the convolution of a call, for operators with other inputs.
+/// Returns the convolution of a node, for operators with other inputs.
 pub(super) fn plain(call: &Call<'_>) -> Result<Convolve, String> {
     let windows = Windows::from_call(call)?;
     Ok(Box::new(move |x, filters, bias| convolved(x, filters, bias, &windows)))
@@ -169,7 +169,7 @@ pub(super) fn convolved(
     let sizes = windows.sizes(image, kernel)?;
     let dtype = x.dtype();
     if dtype.is_float() && dtype.size() == 2 {
-        // Sums are f32.
+        // Accumulate in f32.
         let [x, filters] = [x, filters].map(|own| own.cast(DType::F32));
         let bias = bias.map(|own| own.cast(DType::F32));
         return Ok(convolved(x, filters, bias, windows)?.cast(dtype));
@@ -193,7 +193,7 @@ pub(super) fn convolved(
     }))
 }
 
-/// A convolution whose taps are moved, by Burn.
+/// Reads a deformable convolution, which Burn computes.
 fn deformed(call: &Call<'_>) -> Result<Run, String> {
     let windows = Windows::from_call(call)?;
     let parts = usize::try_from(call.int("offset_group").unwrap_or(1));
@@ -205,7 +205,7 @@ fn deformed(call: &Call<'_>) -> Result<Run, String> {
             return Err(format!("expected x and w of rank 4, got {own:?} and {filter:?}"));
         }
         let sizes = windows.sizes(&own[2..], &filter[2..])?;
-        // Burn pads both sides alike: zeros after the image are part of it.
+        // Burn pads both sides equally: further zeros at the end become part of the image.
         let mut x = x;
         for at in 0..2 {
             x = extended(x, at + 2, [sizes.before[at], sizes.after[at]], 0.0);
@@ -252,7 +252,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
                 (None, _) => None,
             };
             if let Some(wanted) = wanted {
-                // A larger output grows at its end, by zeros.
+                // A larger output is padded with zeros at its end.
                 *more += wanted.saturating_sub(full);
                 let all = (full + wanted.saturating_sub(full)) - wanted;
                 (sizes.before[at], sizes.after[at]) = match windows.auto {
@@ -279,7 +279,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
             3 => Dispatch::conv_transpose3d(x, filters, None, options(&sizes, groups)),
             other => return Err(format!("expected 1 to 3 spatial dimensions, got {other}")),
         });
-        // Without padding the result is whole; its edges are cut, or grow by zeros.
+        // The result without padding is cropped, or padded with zeros.
         for (at, more) in more.into_iter().enumerate() {
             let len = out.shape()[at + 2] + more;
             out = extended(out, at + 2, [0, more], 0.0);
@@ -294,7 +294,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Adds elements of a value before and after a dimension.
+/// Pads a dimension with a value before and after.
 fn extended(x: Array, at: usize, [before, after]: [usize; 2], value: f64) -> Array {
     let block = |len: usize| {
         let mut shape = x.shape();
@@ -329,7 +329,7 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
         let counts = sizes.counts(image, up);
         let dtype = x.dtype();
         if x.kind() != Kind::Float {
-            // Bytes of an image, as numbers that hold them exactly.
+            // Bytes as floats, which are exact.
             let wide = x.clone().cast(DType::F32);
             let out = pooled(&wide, &sizes, &counts, kind, with_pads);
             return Ok(vec![out.cast(dtype)]);
@@ -380,7 +380,7 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
     }))
 }
 
-/// Pools an image of two dimensions where it lies; none for windows that the kernel does not have.
+/// Pools a 2-D image with our kernel; None for windows that it does not support.
 fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) -> Option<Array> {
     let pair = |own: &[usize]| <[usize; 2]>::try_from(own).ok();
     let kind = match kind {
@@ -400,7 +400,7 @@ fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) ->
 }
 
 impl Sizes {
-    /// Returns true for windows that lie side by side and cover the image.
+    /// Returns true if the windows do not overlap and cover the image.
     pub(super) fn are_patches(&self, image: &[usize]) -> bool {
         let all = |own: &[usize], value: usize| own.iter().all(|own| *own == value);
         self.strides == self.kernel
@@ -409,7 +409,7 @@ impl Sizes {
             && image.iter().zip(&self.kernel).all(|(own, by)| own.is_multiple_of(*by))
     }
 
-    /// Returns the windows in each dimension.
+    /// Returns the number of windows per dimension.
     fn counts(&self, image: &[usize], up: bool) -> Vec<usize> {
         (0..image.len())
             .map(|at| {
@@ -417,14 +417,14 @@ impl Sizes {
                 let room = (image[at] + self.before[at] + self.after[at]).saturating_sub(reach);
                 let count =
                     if up { room.div_ceil(self.strides[at]) } else { room / self.strides[at] } + 1;
-                // The last window begins in the image, or before it.
+                // The last window starts in the image or in its left padding.
                 let begins = (count - 1) * self.strides[at] < image[at] + self.before[at];
                 if up && !begins { count - 1 } else { count }
             })
             .collect()
     }
 
-    /// Returns `[batch, channels, windows …, elements of a window]`; elements beyond the image have a value.
+    /// Unfolds x to `[batch, channels, windows …, elements of a window]`, padded with a value.
     fn unfold(&self, x: &Array, counts: &[usize], value: f64) -> Array {
         let mut x = x.clone();
         let rank = counts.len();
@@ -446,7 +446,7 @@ impl Sizes {
             let taken =
                 padded.select(axis, Array::from_data(TensorData::new(from, [total]), &device));
             shape.splice(axis..=axis, [counts[at], self.kernel[at]]);
-            // The taps go to the end, before those of later dimensions.
+            // Move the taps to the end, before those of later dimensions.
             let taken = taken.reshape(&shape);
             let all = taken.rank();
             let taps = all - (rank - at);
@@ -507,7 +507,7 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
     out.reshape(&shape).cast(dtype)
 }
 
-/// A pool over the whole image.
+/// Returns a pool over the whole image.
 fn global(call: &Call<'_>, kind: Pool) -> Run {
     let ours = call.has_kernels();
     Box::new(move |inputs| {
@@ -522,7 +522,7 @@ fn global(call: &Call<'_>, kind: Pool) -> Run {
             return Ok(vec![mean.reshape(&[&own[..2], &vec![1; rank][..]].concat())]);
         }
         if matches!(kind, Pool::Max | Pool::Mean) && x.dtype().is_float() && rank > 0 {
-            // The pixels as one dimension: a view, wherever the channels lie.
+            // Pixels as one dimension: a view in any layout.
             let pixels = x.reshape(&[own[0], own[1], image.iter().product()]).into_inner();
             let out = match kind {
                 Pool::Max => Dispatch::float_max_dim(pixels, 2),

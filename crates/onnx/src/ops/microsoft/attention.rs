@@ -1,7 +1,7 @@
-//! Attention operators of ONNX Runtime: projections, rotary embeddings and caches of keys come with them.
+//! Attention operators of ONNX Runtime, with projections, RoPE and KV caches.
 //!
-//! Masks are 0 where a key is hidden. A hidden key gets the number `mask_filter_value`, and not -∞, on its score: a query whose keys
-//! are all hidden gives their mean.
+//! Masks are 0 for masked keys. `mask_filter_value`, not -∞, is added to the score of a masked key:
+//! if all keys are masked, the result is the mean of the values.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::super::sequence::{Angles, rotate};
 use super::super::{Call, Inputs, Run};
 use crate::array::{Array, Order, scalar_of};
 
-/// `Attention`: one product gives q, k and v.
+/// Reads `Attention`: one matmul computes q, k and v.
 pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
     let own = Common::from_call(call)?;
     if call.flag("do_rotary") || call.flag("past_present_share_buffer") {
@@ -53,7 +53,7 @@ pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// `MultiHeadAttention`: q, k and v are given, apart or packed.
+/// Reads `MultiHeadAttention`: q, k and v are separate or packed inputs.
 pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
     let own = Common::from_call(call)?;
     if call.has_input(8) || call.has_input(9) {
@@ -80,7 +80,7 @@ pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
             (3, Some(k), Some(v)) => [heads(q)?, heads(k)?, heads(v)?],
             _ => return Err("expected q, k and v of rank 3, or packed heads of rank 5".to_owned()),
         };
-        // One bias for all. Keys that are given by heads have theirs.
+        // One bias for q, k and v. Keys of rank 4 already include it.
         let bias = inputs.maybe(3);
         let width = q.shape()[1] * q.shape()[3];
         let with_bias = |x: Array, from: usize| match &bias {
@@ -102,11 +102,11 @@ pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Attributes of `Attention` and `MultiHeadAttention`.
+/// Common attributes of `Attention` and `MultiHeadAttention`.
 struct Common {
     heads: usize,
     causal: bool,
-    /// A number that hides a key.
+    /// Score of masked keys.
     filter: f64,
     presents: bool,
     scoring: Scoring,
@@ -123,7 +123,7 @@ impl Common {
         }))
     }
 
-    /// Returns the result `[batch, positions, width]`, and keys and values with those of the past.
+    /// Returns the result `[batch, positions, width]`, and the present keys and values.
     fn run(
         &self,
         inputs: &Inputs<'_>,
@@ -147,7 +147,7 @@ impl Common {
         Ok((joined(attend(inputs.ctx, heads, scoring)?.0), [k, v]))
     }
 
-    /// Returns a mask as numbers to add to scores.
+    /// Converts a mask to an additive one.
     fn filtered(
         &self,
         mask: Array,
@@ -165,7 +165,7 @@ impl Common {
                 let inside = ends(0).compared(place.clone(), Order::Greater);
                 match count == batch {
                     true => inside,
-                    // Padding on the left: the places where sequences begin follow.
+                    // Left padding: the start positions of the sequences follow.
                     false => {
                         let begun = place.compared(ends(batch), Order::GreaterOrEqual);
                         inside.bools(begun, Dispatch::bool_and)
@@ -192,7 +192,7 @@ impl Common {
     }
 }
 
-/// `GroupQueryAttention`: a cache, rotary embeddings, and sequences of different lengths.
+/// Reads `GroupQueryAttention`, with a KV cache, RoPE and sequences of different lengths.
 pub(super) fn grouped_query(call: &Call<'_>) -> Result<Run, String> {
     let own = Arc::new(Grouped::from_call(call)?);
     Ok(Box::new(move |inputs| own.run(inputs)))
@@ -205,9 +205,9 @@ struct Grouped {
     window: Option<usize>,
     rotary: bool,
     pairs: bool,
-    /// The shares leave room for a score of 0.
+    /// Smooth softmax: an additional score of 0 without a value.
     smooth: bool,
-    /// ε of the norms of q and k.
+    /// Epsilon of the norms of q and k.
     epsilon: f64,
     scoring: Scoring,
 }
@@ -249,7 +249,7 @@ impl Grouped {
         if total < rows {
             return Err(format!("expected a total_sequence_length of {rows} or more, got {total}"));
         }
-        // Keys of each sequence, with the new ones; and where these begin.
+        // Length of each sequence including new keys, and the position of the first new key.
         let ends: Vec<usize> = ends.into_iter().map(|own| (own + 1).max(0) as usize).collect();
         let first = rows == total;
         let starts: Vec<usize> =
@@ -314,7 +314,7 @@ impl Grouped {
         Ok(vec![joined(out), k, v])
     }
 
-    /// Returns q, k and v by heads, from three inputs or from a packed one.
+    /// Returns q, k and v split into heads, from three inputs or a packed one.
     fn heads(&self, inputs: &Inputs<'_>) -> Result<[Array; 3], String> {
         let q = inputs.get(0)?;
         if let (Some(k), Some(v)) = (inputs.maybe(1), inputs.maybe(2)) {
@@ -326,8 +326,9 @@ impl Grouped {
     }
 }
 
-/// Writes new keys `[batch, heads, rows, size]` into a cache, from a place of each sequence. The result has `total` places, or those of
-/// the cache if it has more; those after the new keys are 0.
+/// Writes new keys `[batch, heads, rows, size]` into a cache, at a start position per sequence. The
+/// result has `total` positions, or those of the cache if it has more; positions after the new keys
+/// are 0.
 fn cached(
     past: Option<Array>,
     new: Array,
@@ -365,7 +366,7 @@ fn cached(
     Ok(Array::concat(each.collect::<Result<_, _>>()?, 0))
 }
 
-/// `RotaryEmbedding`, whose places come before its tables. One place is that of the first position.
+/// Reads `RotaryEmbedding`. A single position id is that of the first position.
 pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
     if call.flag("is_packed_batching") || call.float("scale").is_some_and(|own| own != 1.0) {
         return Err("is_packed_batching and scale are not supported".to_owned());
@@ -410,7 +411,7 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Returns what a call says of its scores. A scale of 0 is none.
+/// Returns the score options of a node. A scale of 0 means the default.
 fn scoring(call: &Call<'_>) -> Scoring {
     let own = Scoring::new(call);
     Scoring { scale: own.scale.filter(|own| *own != 0.0), ..own }

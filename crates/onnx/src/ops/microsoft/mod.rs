@@ -1,6 +1,6 @@
-//! Operators of the domain `com.microsoft`, which ONNX Runtime's optimiser and exporters write.
+//! Operators of the domain `com.microsoft`, which ONNX Runtime's optimiser and exporters create.
 //!
-//! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels where the text is silent.
+//! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels for details that it omits.
 
 mod attention;
 pub(crate) mod packed;
@@ -17,7 +17,7 @@ use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
-    // Files also have the simplified norm without its domain.
+    // Some files have the simplified norm without its domain.
     let op = match call.op() {
         "SimplifiedLayerNormalization" => "SimplifiedLayerNormalization",
         own => own.strip_prefix("com.microsoft::")?,
@@ -61,7 +61,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// `x / √(mean of squares + ε) · scale`.
+/// Computes `x / √(mean of squares + ε) · scale`.
 fn simplified(call: &Call<'_>) -> Run {
     let (first, epsilon) = (call.int("axis").unwrap_or(-1), call.float("epsilon").unwrap_or(1e-5));
     Box::new(move |inputs| {
@@ -72,7 +72,7 @@ fn simplified(call: &Call<'_>) -> Run {
     })
 }
 
-/// The norm of `input + skip + bias`, and this sum as the fourth result.
+/// Computes the norm of `input + skip + bias`, and this sum as the fourth output.
 fn skip(call: &Call<'_>, centred: bool) -> Run {
     let epsilon = call.float("epsilon").unwrap_or(1e-12);
     Box::new(move |inputs| {
@@ -93,7 +93,8 @@ fn skip(call: &Call<'_>, centred: bool) -> Run {
     })
 }
 
-/// `α · op(A) · op(B)`, where each may be transposed in its last two dimensions, or in its first and its second to last.
+/// Computes `α · op(A) · op(B)`. `op` may transpose the last two dimensions, and move the batch
+/// dimensions.
 fn fused_matmul(call: &Call<'_>) -> Run {
     let alpha = call.float("alpha").unwrap_or(1.0);
     let transposed = [call.flag("transA"), call.flag("transB")];
@@ -118,7 +119,7 @@ fn fused_matmul(call: &Call<'_>) -> Run {
     })
 }
 
-/// Returns the activation of a fused operator, by name and numbers.
+/// Returns the activation of a fused operator, by name and parameters.
 fn activation_by_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, String> {
     let number = |at: usize, usual: f32| Constant::new(numbers.get(at).copied().unwrap_or(usual));
     Ok(Some(match call.text("activation").unwrap_or_default() {
@@ -158,8 +159,8 @@ fn gemm(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// `activation(x ∗ w + bias + z)`. The layouts of two operators have channels last: `NhwcFusedConv` in its images, `NhwcConv` also in
-/// its filters.
+/// Computes `activation(x ∗ w + bias + z)`. Images of `NhwcFusedConv` are NHWC; `NhwcConv` also has
+/// channels-last filters.
 fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
     let (last, filters_last) = (op != "FusedConv", op == "NhwcConv");
     let own = Convolution {
@@ -193,7 +194,8 @@ fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
     }))
 }
 
-/// A group norm, with SiLU if the activation is 1; with `skip` of the sum of x, skip and bias, which is the second result.
+/// Computes a group norm, then SiLU if the activation is 1. With `skip`, its input is x + skip +
+/// bias, which is the second output.
 fn group_norm(call: &Call<'_>, skip: bool) -> Run {
     let groups = call.int("groups").unwrap_or(32) as usize;
     let epsilon = call.float("epsilon").unwrap_or(1e-5);

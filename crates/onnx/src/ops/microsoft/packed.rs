@@ -1,13 +1,14 @@
-//! Products with matrices in 2, 4 or 8 bits: `MatMulNBits`.
+//! Matmuls with weights of 2, 4 or 8 bits: `MatMulNBits`.
 //!
 //! ```text
 //! w[n, k] = scale[n, k / block] · (code[n, k] - zero[n, k / block])      out = x · wᵀ + bias
 //! ```
 //!
-//! Codes of one block follow each other, the first in the low bits of its byte. Without zero points all are the middle of the range.
+//! Quantised values of a block are consecutive, the first in the low bits of a byte. The default
+//! zero point is the middle of the range.
 //!
-//! Codes of 4 bits with one zero point for all are those of our kernels for 4-bit weights, whose codebook is then the range of codes.
-//! Others become a dense matrix on the device, once.
+//! 4-bit weights with one zero point run on our kernels for 4-bit weights, with the range of values
+//! as codebook. Other weights are dequantised once on the device.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -23,15 +24,16 @@ use crate::array::Array;
 use crate::devices::Devices;
 use crate::graph::{Attribute, Node, Value};
 
-/// Inputs that must be constants, by their places.
+/// Inputs that must be constants, by their index.
 const PARTS: [(usize, &str); 3] = [(1, CODES), (2, SCALES), (3, ZEROS)];
 const CODES: &str = "flashover codes";
 const SCALES: &str = "flashover scales";
 const ZEROS: &str = "flashover zeros";
-/// Number of the matrix among all that this process has read.
+/// Unique number of the matrix in this process.
 const NUMBER: &str = "flashover number";
 
-/// Moves constants of a packed matrix from the inputs of a node to its attributes, so that they are not copied to a device as they are.
+/// Moves the constants of a packed weight from inputs to attributes, so that they are not copied to
+/// the device.
 pub(crate) fn hold(node: &mut Node, values: &[Value]) {
     if node.op != "com.microsoft::MatMulNBits" {
         return;
@@ -46,13 +48,13 @@ pub(crate) fn hold(node: &mut Node, values: &[Value]) {
     node.attributes.insert(NUMBER.to_owned(), Attribute::Int(next_number()));
 }
 
-/// Returns the number of another matrix among all that this process has read.
+/// Returns a number that is unique in this process.
 pub(crate) fn next_number() -> i64 {
     static READ: AtomicI64 = AtomicI64::new(0);
     READ.fetch_add(1, Ordering::Relaxed)
 }
 
-/// A matrix on a device.
+/// A weight on a device.
 #[derive(Clone)]
 pub(crate) enum Packed {
     Codes(Arc<QuantizedWeight>),
@@ -94,7 +96,8 @@ pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
 }
 
 impl Packed {
-    /// Copies a matrix `[n, k]` to a device: its codes if our kernels multiply by them, and its numbers otherwise.
+    /// Copies a weight `[n, k]` to a device: quantised if our kernels support it, dequantised
+    /// otherwise.
     ///
     /// # Errors
     /// The device failed.
@@ -110,7 +113,7 @@ impl Packed {
             let device = burn::tensor::Device::new(devices.device.clone());
             match QuantizedWeight::from_host(&devices.ctx, &codes, &device) {
                 Ok(weight) => return Ok(Self::Codes(Arc::new(weight))),
-                // A shape that the kernels do not have.
+                // Our kernels do not support this shape.
                 Err(OpError::Weight(_)) => {}
                 Err(why) => return Err(why.to_string()),
             }
@@ -120,10 +123,10 @@ impl Packed {
     }
 }
 
-/// Multiplies rows `[.., k]` by a matrix `[n, k]`.
+/// Computes the matmul of x `[.., k]` with a weight `[n, k]`.
 ///
 /// # Errors
-/// The device failed; x has another depth.
+/// The device failed; the last dimension of x is not k.
 pub(crate) fn packed_matmul(
     ctx: &Ctx,
     ours: bool,
@@ -152,7 +155,7 @@ pub(crate) fn packed_matmul(
     }
 }
 
-/// A packed matrix `[n, k]`.
+/// A packed weight `[n, k]`.
 struct Matrix {
     k: usize,
     n: usize,
@@ -168,7 +171,7 @@ impl Matrix {
         self.k.div_ceil(self.block)
     }
 
-    /// Bytes of packed zero points of a row.
+    /// Bytes of the packed zero points of a row.
     fn row(&self) -> usize {
         (self.blocks() * self.bits).div_ceil(8)
     }
@@ -191,7 +194,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the code at a place of some bytes.
+    /// Returns the quantised value at an index.
     fn code(&self, bytes: &[u8], at: usize) -> f32 {
         let byte = bytes[at * self.bits / 8];
         let mask = if self.bits == 8 { 255 } else { (1u8 << self.bits) - 1 };
@@ -203,7 +206,7 @@ impl Matrix {
         let blocks = self.blocks();
         match &self.zeros {
             None => vec![(1 << (self.bits - 1)) as f32; self.n * blocks],
-            // Packed zero points begin a byte with each row; others are numbers.
+            // Packed zero points are aligned to bytes per row; others are one number each.
             Some(own) if own.dtype() == DType::U8 => {
                 let of_row = |row: &[u8]| (0..blocks).map(|at| self.code(row, at)).collect();
                 own.as_bytes()
@@ -215,7 +218,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the matrix in the format of our kernels; none if they do not have it.
+    /// Returns the weight in the format of our kernels; None if they do not support it.
     fn to_four_bits(&self) -> Option<Encoded<'static>> {
         let zeros = self.each_zero();
         let zero = *zeros.first()?;
@@ -225,7 +228,7 @@ impl Matrix {
         if self.bits != 4 || !whole || zeros.iter().any(|own| *own != zero) {
             return None;
         }
-        // Ours have the first code in the high bits, and a codebook of numbers up to 1.
+        // Our format has the first value in the high bits, and a codebook of numbers up to 1.
         let codes = self.codes.as_bytes().iter().map(|own| own.rotate_left(4)).collect();
         let book = (0..16u8).flat_map(|code| ((f32::from(code) - zero) / 8.0).to_le_bytes());
         let absmax = self.scales.iter::<f32>().flat_map(|own| (8.0 * own).to_le_bytes());
@@ -242,7 +245,7 @@ impl Matrix {
         })
     }
 
-    /// Returns the numbers `[n, k]`.
+    /// Returns the dequantised weight `[n, k]`.
     fn decoded(&self) -> Vec<f32> {
         let (scales, zeros) = (self.scales.iter::<f32>().collect::<Vec<_>>(), self.each_zero());
         let (blocks, each) = (self.blocks(), self.block * self.bits / 8);

@@ -1,4 +1,4 @@
-//! Operators whose work is places in images and lists. They run on the host, in f64.
+//! Operators that run on the host in f64: Unique, AffineGrid, MaxUnpool, Col2Im and RoiAlign.
 
 use burn::tensor::{DType, TensorData};
 
@@ -36,7 +36,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 ratio: call.int("sampling_ratio").unwrap_or(0).max(0) as usize,
                 scale: call.float("spatial_scale").unwrap_or(1.0),
                 largest: call.text("mode") == Some("max"),
-                // Until opset 15 corners were not shifted.
+                // Until opset 15 coordinates were not shifted by half a pixel.
                 shift: match call.text("coordinate_transformation_mode") {
                     Some("output_half_pixel") => 0.0,
                     None if call.opset < 16 => 0.0,
@@ -54,7 +54,8 @@ fn numbers(values: Vec<f64>, shape: Vec<usize>, like: &Array) -> Array {
     Array::from_data(data, &like.device())
 }
 
-/// Distinct slices along an axis, or elements: themselves, the place of the first of each, the number of each, and how many.
+/// Returns distinct slices along an axis (or elements), their first indices, the inverse indices
+/// and the counts.
 fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let (x, at) = match at {
@@ -66,11 +67,11 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     };
     let shape = x.shape();
     let len = shape[at];
-    // Each slice as a line.
+    // Each slice as a row.
     let mut order = vec![at];
     order.extend((0..shape.len()).filter(|own| *own != at));
     let data = x.clone().permute(&order).to_data()?;
-    // Numbers in an order: whole ones are not rounded to floats.
+    // Integers are compared as integers, not as floats.
     let values: Vec<i128> = match data.dtype() {
         own if own.is_float() => data.iter::<f64>().map(|own| i128::from(ordered(own))).collect(),
         DType::U64 => data.iter::<u64>().map(i128::from).collect(),
@@ -105,13 +106,13 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     Ok(vec![distinct, list(first), list(inverse), list(counts)])
 }
 
-/// Returns a whole number whose order is that of `total_cmp`; the two zeros are one.
+/// Returns an integer key with the order of `total_cmp`; both zeros have one key.
 fn ordered(own: f64) -> i64 {
     let bits = (own + 0.0).to_bits().cast_signed();
     if bits < 0 { bits ^ i64::MAX } else { bits }
 }
 
-/// Places from -1 to 1 of the pixels of an image that is turned and shifted: `theta · (x, y, 1)`.
+/// Computes sampling coordinates from -1 to 1 of an affine transform: `theta · (x, y, 1)`.
 fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String> {
     let (theta, size) = (inputs.get(0)?, inputs.lengths(1)?);
     let [batch, _, image @ ..] = &size[..] else {
@@ -133,7 +134,7 @@ fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String>
     for own in values.chunks(dims * (dims + 1)) {
         for pixel in 0..pixels {
             let mut rest = pixel;
-            // The last dimension is x, the first place.
+            // x, the first coordinate, belongs to the last dimension.
             let mut point = Vec::with_capacity(dims);
             for len in image.iter().rev() {
                 point.push(place(rest % len, *len));
@@ -149,7 +150,7 @@ fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String>
     Ok(vec![numbers(out, shape, &theta)])
 }
 
-/// Puts the results of a pooling back at their places; others are 0.
+/// Scatters the results of a max pool to their indices; other elements are 0.
 fn max_unpool(
     inputs: &Inputs<'_>,
     kernel: &[i64],
@@ -177,7 +178,7 @@ fn max_unpool(
     }
     let mut out = vec![0.0; shape.iter().product()];
     for (value, place) in x.floats()?.into_iter().zip(places.ints()?) {
-        // A place counts in the image that was pooled; the result may be larger.
+        // Indices refer to the pooled image; the output may be larger.
         let mut rest = place as usize;
         let mut index = vec![0; natural.len()];
         for at in (0..natural.len()).rev() {
@@ -190,7 +191,7 @@ fn max_unpool(
     Ok(vec![numbers(out, shape, &x)])
 }
 
-/// Adds up windows to an image: the inverse of cutting it into windows.
+/// Sums windows into an image: the inverse of im2col.
 fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Array>, String> {
     let (x, image, block) = (inputs.get(0)?, inputs.lengths(1)?, inputs.lengths(2)?);
     let rank = image.len();
@@ -255,14 +256,14 @@ fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Arra
 
 struct RoiAlign {
     size: [usize; 2],
-    /// Samples of a bin in each direction; 0 for as many as it has pixels.
+    /// Samples per bin in each direction; 0 adapts to the size of the bin.
     ratio: usize,
     scale: f64,
     largest: bool,
     shift: f64,
 }
 
-/// Pools regions of an image, by samples between its pixels (He et al., "Mask R-CNN", 2017).
+/// Pools regions of an image with bilinear samples (He et al., "Mask R-CNN", 2017).
 fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, String> {
     let (x, regions, images) = (inputs.get(0)?, inputs.get(1)?, inputs.lengths(2)?);
     let [batch, channels, height, width] = x.shape()[..] else {
@@ -276,7 +277,7 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
         ));
     }
     let [rows, columns] = options.size;
-    // Weights of the four pixels around a place.
+    // Weights of the four pixels around a sample.
     let around = |y: f64, x: f64| {
         if y < -1.0 || y > height as f64 || x < -1.0 || x > width as f64 {
             return [(0, 0.0); 4];
@@ -302,7 +303,7 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
             [0, 1, 2, 3].map(|at| corner[at] * options.scale - options.shift);
         let (mut tall, mut wide) = (bottom - top, right - left);
         if options.shift == 0.0 {
-            // A region has at least a pixel.
+            // A region is at least one pixel.
             (tall, wide) = (tall.max(1.0), wide.max(1.0));
         }
         let (bin_height, bin_width) = (tall / rows as f64, wide / columns as f64);
