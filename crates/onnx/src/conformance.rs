@@ -1,4 +1,4 @@
-//! Official tests of ONNX: a folder for each, with a model, inputs and expected outputs.
+//! ONNX backend tests: one folder per test, with a model, inputs and expected outputs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,29 +6,30 @@ use std::path::{Path, PathBuf};
 use crate::{Model, OnnxError, Options, ValueType, decode_tensor};
 use burn::tensor::{DType, Device, TensorData};
 
-/// End of a test.
+/// Outcome of a test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// All outputs are as expected.
+    /// All outputs match.
     Passed,
-    /// The model is not supported, for this reason.
+    /// The model is not supported, with the reason.
     Refused(String),
-    /// The model ran, and failed.
+    /// The run failed, with the reason.
     Failed(String),
-    /// An output differs.
+    /// An output differs from the expected one.
     Wrong(String),
 }
 
 /// A test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Test {
-    /// Its name: that of its folder, or of its file.
+    /// Name of its folder or file.
     pub name: String,
-    /// Its folder, with a model and data; or a model `light_NAME.onnx` with outputs beside it.
+    /// Its folder with a model and data, or a model `light_NAME.onnx` with outputs in the same
+    /// folder.
     pub path: PathBuf,
 }
 
-/// Returns the tests in a folder and in those within it, by name.
+/// Returns the tests in a folder and its subfolders, sorted by name.
 ///
 /// # Errors
 /// [`OnnxError::Read`].
@@ -48,19 +49,20 @@ pub fn tests(root: &Path) -> Result<Vec<Test>, OnnxError> {
     Ok(found)
 }
 
-/// Returns true for a model of the suite `light`, whose folder holds the outputs and whose inputs have a rule.
+/// Returns true for a model of the suite `light`, whose inputs are computed and whose outputs are
+/// in its folder.
 fn is_light(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.starts_with("light_") && name.ends_with(".onnx")
 }
 
-/// Largest difference of a test.
+/// Tolerance of a test.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Tolerance {
-    /// 1e-3 of each expected number and 1e-7, as ONNX has it.
+    /// 1e-3 of each expected element plus 1e-7, as in ONNX.
     Onnx,
-    /// Part of the largest number of an output. The largest number of each row has its expected place, unless the row
-    /// has another number there that is as large within the tolerance.
+    /// Tolerance relative to the largest element of an output. The argmax of each row must match,
+    /// unless both elements are equal within the tolerance.
     OfLargest(f64),
 }
 
@@ -109,7 +111,7 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
     Outcome::Passed
 }
 
-/// Returns the input of a light model: its elements are i / count.
+/// Returns the input of a light model, with elements i / count.
 fn counted(input: &ValueType) -> TensorData {
     let shape = input.shape.iter().flatten().map(|own| own.parse().unwrap_or(1));
     let shape: Vec<usize> = shape.collect();
@@ -118,7 +120,7 @@ fn counted(input: &ValueType) -> TensorData {
     TensorData::new(each.collect::<Vec<_>>(), shape)
 }
 
-/// Runs a model, and compares its outputs.
+/// Runs a model and compares its outputs.
 fn outcome(
     model: &Model,
     tolerance: Tolerance,
@@ -147,7 +149,7 @@ fn read(path: &Path) -> Result<TensorData, OnnxError> {
     decode_tensor(&bytes).map(|own| own.1)
 }
 
-/// Returns how outputs differ, beyond a tolerance.
+/// Describes the difference of two outputs; None within the tolerance.
 fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Option<String> {
     if have.shape() != want.shape() {
         return Some(format!("expected shape {:?}, got {:?}", want.shape(), have.shape()));
@@ -186,7 +188,8 @@ fn equal(have: f64, want: f64, within: f64) -> bool {
     have == want || (have.is_nan() && want.is_nan()) || (have - want).abs() <= within
 }
 
-/// Returns the element that differs most, if by more than a part of the largest number, and the rows whose largest number moved.
+/// Describes the element with the largest difference, relative to the largest element, and counts
+/// rows with another argmax; None within the tolerance.
 fn compare_to_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<String> {
     let most = want.iter().fold(0.0, |most: f64, own| most.max(own.abs()));
     let close = |have: f64, want: f64| equal(have, want, part * most);

@@ -1,7 +1,8 @@
-//! Facts that are known before a run: types of values, and the elements of those that depend on no input.
+//! Type inference and constant folding.
 //!
-//! Nodes whose inputs are constants run once, on the host. `Shape` of a value whose shape is known is a constant, and so is the
-//! part of a shape whose dimensions are known. This is how the shapes of an exported graph become numbers once its inputs' are.
+//! Nodes with constant inputs run once, on the host. `Shape` of a value with a known shape is a
+//! constant, and so are known dimensions of a partly known shape. So shape computations of an
+//! exported graph become constants once the input shapes are known.
 
 use std::sync::Arc;
 
@@ -15,10 +16,10 @@ use crate::ops::{Inputs, operator};
 use crate::tensor::Constant;
 use crate::{rules, types};
 
-/// Bytes of a constant that is made, beyond those that it is made of.
+/// Maximum bytes by which a folded constant may exceed its inputs.
 const MOST_BYTES: usize = 1 << 20;
 
-/// Infers types, and replaces what depends on constants only by constants.
+/// Infers types, and replaces nodes that depend only on constants.
 pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
     let nodes = std::mem::take(&mut graph.nodes);
     for mut node in nodes {
@@ -48,7 +49,7 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
     }
 }
 
-/// Puts a slice in place of an entry of a tensor that is split to a sequence.
+/// Replaces `SequenceAt` of a `SplitToSequence` by a slice.
 fn replace_sequence_at(graph: &mut Graph, node: &Node) -> Option<()> {
     if node.op != "SequenceAt" {
         return None;
@@ -70,7 +71,7 @@ fn replace_sequence_at(graph: &mut Graph, node: &Node) -> Option<()> {
         Some(id) => Some(graph.values[id].constant.as_ref()?.data()),
         None => None,
     };
-    // One size for all parts but the last, or one for each.
+    // One size for all parts except the last, or one size per part.
     let (from, to) = match &sizes {
         Some(own) if own.shape().rank() == 1 => {
             let sizes: Vec<i64> = own.iter::<i64>().collect();
@@ -121,7 +122,7 @@ fn replace_sequence_at(graph: &mut Graph, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Puts the nodes of a branch in place of an `If` whose condition is known.
+/// Replaces an `If` with a constant condition by the nodes of the branch.
 fn inline_if(graph: &mut Graph, node: &Node) -> Option<()> {
     let condition = graph.values[node.inputs.first().copied()??].constant.as_ref()?;
     if node.op != "If" {
@@ -167,7 +168,7 @@ fn inline_if(graph: &mut Graph, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Folds the graphs of a node, with what is known of the values that they capture.
+/// Folds the subgraphs of a node, given the types of captured values.
 fn fold_subgraphs(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
     let Node { attributes, inputs, .. } = node;
     for own in attributes.values_mut() {
@@ -184,9 +185,10 @@ fn fold_subgraphs(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices
     }
 }
 
-/// Infers the types of a node's outputs: by a run on zeros where it costs nothing, by rules, by onnx-ir, by a small run.
+/// Infers the output types of a node: by a run on zeros if it is cheap, by rules, by onnx-ir, by a
+/// small run.
 fn infer(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Vec<Type> {
-    // A run on zeros would not fit.
+    // A run on zeros would not fit in memory.
     let large = |own: &Type| {
         own.known_shape()
             .is_some_and(|shape| fits(&shape, own.dtype.unwrap_or(DType::F32), &host.host).is_err())
@@ -202,7 +204,7 @@ fn infer(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Vec<Typ
         .unwrap_or_default()
 }
 
-/// Returns the types that the branches of a node share.
+/// Returns the output types that both branches of an `If` have.
 fn branch_types(node: &Node) -> Vec<Type> {
     let unknown = vec![Type::default(); node.outputs.len()];
     if node.op != "If" {
@@ -222,7 +224,7 @@ fn branch_types(node: &Node) -> Vec<Type> {
     }
 }
 
-/// Returns the outputs of a node that depends on constants only.
+/// Returns the outputs of a node that depends only on constants.
 fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Constant>> {
     if let Some(known) = shape_constant(graph, node) {
         return Some(vec![Constant::new(known)]);
@@ -264,7 +266,7 @@ fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opt
     made.iter().map(|own| own.to_data().ok().map(Constant::new)).collect()
 }
 
-/// Returns the types of outputs as a run on zeros gives them, which take no memory where an operator only moves elements.
+/// Infers output types by a run on zeros. It takes no memory for operators that only move elements.
 fn run_on_zeros(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Type>> {
     const OF_VALUES: [&str; 4] = ["Compress", "NonMaxSuppression", "NonZero", "Unique"];
     if OF_VALUES.contains(&node.op.as_str()) {
@@ -280,11 +282,11 @@ fn run_on_zeros(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> 
         let Value { ty, constant, .. } = &graph.values[*id];
         all.push(Some(match constant {
             Some(data) => Array::from_data(data.data(), &host.host),
-            // Lengths, axes and factors must be known.
+            // Lengths, axes and factors must be constants.
             None if cheap && (at > 0 || node.op == "ConstantOfShape") => return None,
             None => {
                 let (dtype, shape) = (ty.dtype?, ty.known_shape()?);
-                // Integers may be places or lengths.
+                // Integers may be indices or lengths.
                 let told = at > 0 && !dtype.is_float() && shape.len() < 2;
                 if !cheap && (told || shape.iter().product::<usize>() > MOST_BYTES) {
                     return None;
@@ -303,7 +305,7 @@ fn run_on_zeros(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> 
     Some(made.iter().map(ty).collect())
 }
 
-/// Returns what is known of a shape: `Shape` and `Size`, and `Gather` or `Slice` of dimensions that are known.
+/// Folds `Shape` and `Size`, and `Gather` of known dimensions.
 fn shape_constant(graph: &Graph, node: &Node) -> Option<TensorData> {
     let input = |at: usize| graph.values.get(node.inputs.get(at).copied()??);
     match node.op.as_str() {
@@ -335,7 +337,7 @@ fn shape_constant(graph: &Graph, node: &Node) -> Option<TensorData> {
     }
 }
 
-/// Returns the dimensions that a `Shape` gives.
+/// Returns the dimensions that a `Shape` node returns.
 fn dimensions(graph: &Graph, node: &Node) -> Option<Vec<Option<i64>>> {
     let shape = graph.values[node.inputs.first().copied()??].ty.shape.as_ref()?;
     let at = |name: &str, usual: i64| match node.attributes.get(name) {

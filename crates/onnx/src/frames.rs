@@ -1,7 +1,8 @@
-//! Runs of one graph over and over, with inputs that change in place.
+//! Repeated runs of one graph, with inputs that are updated in place.
 //!
-//! The first run launches kernel by kernel: it compiles, and tunes if the policy says so. Once a run copied nothing between host
-//! and device, the next one is captured as a graph of the device, which all later ones replay.
+//! The first run launches kernel by kernel: it compiles, and tunes if the policy allows it. After a
+//! run without copies between host and device, the next run is captured as a device graph, which
+//! later runs replay.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -18,20 +19,20 @@ use crate::run::Program;
 type Outputs = Result<Vec<Array>, OnnxError>;
 type Run = Box<dyn FnMut() -> Outputs + Send>;
 
-/// A program with inputs.
+/// A program with its inputs.
 pub(crate) struct Frames {
     program: Arc<Program>,
     devices: Arc<Devices>,
     inputs: Vec<Array>,
-    /// Memory of the results, for the thread that computes the first run.
+    /// Memory of the results, for the thread of the first run.
     placed: Option<(ThreadId, Placed)>,
     state: State,
 }
 
 enum State {
-    /// Launched kernel by kernel; counts the runs so far.
+    /// Launches kernel by kernel; counts the runs.
     Launches(usize),
-    /// The last run copied nothing: the next one is captured.
+    /// The last run copied nothing: the next run is captured.
     Ready,
     Graph {
         graph: Graph<Outputs, Run>,
@@ -39,7 +40,7 @@ enum State {
     },
 }
 
-/// Runs with copies after which a program is never captured: what it copies follows from its inputs.
+/// Runs with copies after which a program is never captured: its copies depend on its inputs.
 const MOST_EAGER: usize = 3;
 
 impl Frames {
@@ -54,7 +55,7 @@ impl Frames {
         Self { program, devices, inputs, placed: None, state: State::Launches(0) }
     }
 
-    /// Changes an input in place.
+    /// Updates an input in place.
     ///
     /// # Errors
     /// The device failed.
@@ -66,7 +67,7 @@ impl Frames {
         Ok(())
     }
 
-    /// Returns true if runs are replayed from a graph.
+    /// Returns true if runs replay a device graph.
     pub(crate) fn captured(&self) -> bool {
         matches!(&self.state, State::Graph { graph, .. } if graph.is_hardware())
     }
@@ -76,13 +77,14 @@ impl Frames {
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn launch(&self) -> Outputs {
-        // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
+        // Another thread allocates its own results: its kernels could overwrite memory that the
+        // first thread still reads.
         let placed = self.placed.as_ref().filter(|(thread, _)| *thread == thread::current().id());
         let placed = placed.map(|(_, placed)| placed);
         self.program.run_in(&self.devices.ctx, self.inputs.clone(), placed)
     }
 
-    /// Runs the program. Results lie in memory that the next run overwrites.
+    /// Runs the program. The next run overwrites the memory of the results.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
@@ -108,9 +110,11 @@ impl Frames {
                     Box::new(move || program.run_in(&ctx, inputs.clone(), placed.as_ref()));
                 let device = Device::new(self.devices.device.clone());
                 let mut graph = ops::capture_alone(&device, run);
-                // SAFETY: the graph's closure holds clones of everything that it reads and writes. Constants are never written;
-                // the inputs belong to these frames, which `&mut` lets one thread use at a time. The graph was captured on the
-                // stream of this thread, and its results are read on it before the next run. Capturing does not run kernels.
+                // SAFETY: the graph's closure holds clones of everything that it reads and writes.
+                // Constants are never written; the inputs belong to these frames, which `&mut` lets
+                // one thread use at a time. The graph was captured on the stream of this thread,
+                // and its results are read on it before the next run. Capturing does not run
+                // kernels.
                 let made = cloned(unsafe { graph.replay() });
                 self.state = State::Graph { graph, thread: thread::current().id() };
                 made
@@ -123,8 +127,8 @@ impl Frames {
 }
 
 impl Frames {
-    /// Allocates the memory of the results, and compiles the kernels on many cores. What a rehearsal cannot reach is compiled at its
-    /// launch.
+    /// Allocates the memory of the results, and compiles the kernels on many cores. Kernels that a
+    /// rehearsal does not reach are compiled at their launch.
     fn prepare(&mut self, device: &Device) -> Result<(), OnnxError> {
         let mut placed = self.program.placed(device)?;
         let ctx = self.devices.ctx.rehearsal();
@@ -151,7 +155,7 @@ fn cloned(made: &Outputs) -> Outputs {
     }
 }
 
-/// Ending a graph waits for its stream.
+/// Dropping a graph waits for its stream.
 impl Drop for Frames {
     fn drop(&mut self) {
         let _guard = ops::stream_guard();

@@ -1,7 +1,8 @@
-//! Functions that generated code calls: the code that `flashover-onnx-build` writes of a graph at build time.
+//! Functions that generated code calls. `flashover-onnx-build` generates it from a graph at build
+//! time.
 //!
-//! They run our kernels on devices that have them, and Burn's operations elsewhere. Their results and their panics are those of a
-//! module of Burn: shapes that do not fit, or a device that fails, end the program.
+//! They run our kernels on devices that have them, and Burn's operations elsewhere. Like modules of
+//! Burn, they panic on shapes that do not match and on device failures.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -20,8 +21,8 @@ use crate::ops::windows::Windows;
 /// Context of generated code.
 static CONTEXT: Mutex<Option<Ctx>> = Mutex::new(None);
 
-/// Sets the context of all generated code: its tune cache, its policy and its profile. Without a call it has the configs that are
-/// shipped.
+/// Sets the context of all generated code: tune cache, policy and profile. The default context has
+/// the shipped configs.
 pub fn set_context(ctx: Ctx) {
     *CONTEXT.lock().unwrap_or_else(PoisonError::into_inner) = Some(ctx);
 }
@@ -31,28 +32,30 @@ fn context() -> Ctx {
     own.get_or_insert_default().clone()
 }
 
-/// Weights of a layer: the filters of a convolution `[filters, …, channels]`, the matrix of a product, or the factor of a norm.
+/// Weights of a layer: filters `[filters, …, channels]` of a convolution, the matrix of a matmul,
+/// or the weight of a norm.
 #[derive(Module, Debug)]
 pub struct Weights<const D: usize> {
     /// Weight.
     pub weight: Param<Tensor<D>>,
-    /// Bias `[results]`.
+    /// Bias `[out_features]`.
     pub bias: Option<Param<Tensor<1>>>,
 }
 
 impl<const D: usize> Weights<D> {
-    /// Returns weights of zeros, for a record to fill. The bias has `bias` numbers, and is absent for none.
+    /// Returns zero weights, which a record fills. The bias has `bias` elements; None means no
+    /// bias.
     pub fn new(shape: [usize; D], bias: Option<usize>, device: &Device) -> Self {
         let bias = bias.map(|count| Param::from_tensor(Tensor::zeros([count], device)));
         Self { weight: Param::from_tensor(Tensor::zeros(shape, device)), bias }
     }
 
-    /// Takes weights that are computed.
+    /// Wraps weights that the graph computes.
     pub fn from_tensors(weight: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
         Self { weight: Param::from_tensor(weight), bias: bias.map(Param::from_tensor) }
     }
 
-    /// Takes filters `[filters, channels, …]` that are computed.
+    /// Wraps filters `[filters, channels, …]` that the graph computes.
     pub fn from_filters(filters: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
         let order: Vec<usize> = [0].into_iter().chain(2..D).chain([1]).collect();
         Self::from_tensors(Array::from_tensor(filters).permute(&order).tensor(), bias)
@@ -64,7 +67,7 @@ impl<const D: usize> Weights<D> {
     }
 }
 
-/// Layout of the filters of a convolution. Lists have a number for each dimension of an image.
+/// Options of a convolution. Lists have one element per spatial dimension.
 #[derive(Debug, Clone, Copy)]
 pub struct Filters<'a> {
     pub strides: &'a [usize],
@@ -98,8 +101,8 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
     made(own.run(&context(), operands))
 }
 
-/// Computes `x · weight + bias` for rows of any number of dimensions. The weight is `[inputs, results]`, or `[results, inputs]` with
-/// `transposed`.
+/// Computes `x · weight + bias` for x `[.., in_features]`. The weight is `[in_features,
+/// out_features]`, or `[out_features, in_features]` if `transposed`.
 pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, transposed: bool) -> Tensor<D> {
     let (weight, bias) = weights.parts();
     let weight = if transposed { weight.permute(&[1, 0]) } else { weight };
@@ -107,7 +110,7 @@ pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, transposed: bo
     made(project(&context(), ours, x, weight, LinearEpilogue { bias, ..LinearEpilogue::default() }))
 }
 
-/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast.
+/// Computes a matmul like NumPy's: vectors are rows or columns, and batches broadcast.
 pub fn matmul<const L: usize, const R: usize, const O: usize>(
     a: Tensor<L>,
     b: Tensor<R>,
@@ -139,7 +142,7 @@ pub fn gemm<const C: usize>(
     }))
 }
 
-/// Computes a layer norm, or an RMS norm without `centred`, over the dimensions from `first` on.
+/// Computes a layer norm over the dimensions from `first` on; an RMS norm if not `centred`.
 pub fn norm<const D: usize, const W: usize>(
     x: Tensor<D>,
     weights: &Weights<W>,
@@ -178,17 +181,18 @@ pub fn instance_norm<const D: usize>(
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionOptions {
     pub causal: bool,
-    /// Factor on the scores; None means 1 / √size.
+    /// Scale of the scores; None means 1 / √head_dim.
     pub scale: Option<f64>,
-    /// Soft cap of the scores; 0 for none.
+    /// Soft cap of the scores; 0 disables it.
     pub softcap: f64,
-    /// Number of heads of q, and of k and v, for operands of rank 3.
+    /// Heads of q, and of k and v, for operands of rank 3.
     pub heads: [usize; 2],
 }
 
-/// Computes the operator `Attention`. Operands are `[batch, heads, positions, size]`, or `[batch, positions, width]`. A mask has numbers
-/// to add, or tells with bools what is seen. The keys and values of the past are `[batch, heads, positions, size]`. The result comes
-/// with all keys and values.
+/// Computes the operator `Attention`. Operands are `[batch, heads, positions, head_dim]`, or
+/// `[batch, positions, hidden]`. A mask is additive, or has bools that are true for visible keys.
+/// Past keys and values are `[batch, heads, positions, head_dim]`. Returns the output, and the
+/// present keys and values.
 pub fn attention<const D: usize>(
     [q, k, v]: [Tensor<D>; 3],
     mask: Option<Mask>,
@@ -221,7 +225,7 @@ pub fn attention<const D: usize>(
     (out.tensor(), present)
 }
 
-/// A mask of an attention, of any rank that broadcasts.
+/// A mask of any rank that broadcasts to the scores.
 pub struct Mask(Array);
 
 impl<const D: usize> From<Tensor<D>> for Mask {
@@ -246,10 +250,10 @@ fn made<const D: usize>(out: Result<Array, String>) -> Tensor<D> {
     checked(out).tensor()
 }
 
-/// Returns a result.
+/// Returns the value of a result.
 ///
 /// # Panics
-/// It is an error: a module has no other way to tell it.
+/// The result is an error: a module cannot return one.
 fn checked<T>(out: Result<T, String>) -> T {
     match out {
         Ok(out) => out,

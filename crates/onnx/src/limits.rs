@@ -1,4 +1,4 @@
-//! Limits of memory.
+//! Memory limits.
 
 use std::panic::resume_unwind;
 use std::sync::LazyLock;
@@ -9,7 +9,7 @@ use burn::tensor::DType;
 
 use crate::array::is_host;
 
-/// Checks that a tensor fits in memory: an allocation that fails on the host ends the process.
+/// Checks that a tensor fits in memory: a failed allocation on the host aborts the process.
 ///
 /// # Errors
 /// The tensor is larger than the memory of the machine, or than 1 TiB on a device.
@@ -27,7 +27,7 @@ pub(crate) fn fits(shape: &[usize], dtype: DType, device: &DispatchDevice) -> Re
     }
 }
 
-/// Unwinds like a panic of Burn, which becomes an error of the node, if a tensor does not fit.
+/// Panics like Burn if a tensor does not fit; the panic becomes an error of the node.
 pub(crate) fn must_fit(shape: &[usize], dtype: DType, device: &DispatchDevice) {
     if let Err(why) = fits(shape, dtype, device) {
         resume_unwind(Box::new(why));

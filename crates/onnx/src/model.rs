@@ -1,4 +1,4 @@
-//! Models that are loaded to run.
+//! Loaded models.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,19 +24,19 @@ use crate::run::Program;
 use crate::source::Source;
 use crate::{Fault, OnnxError, fold, precision};
 
-/// Shapes of inputs that a model keeps frames for.
+/// Maximum number of sets of input shapes with frames.
 const MAX_SHAPES: usize = 16;
 
 /// Settings of a model.
 #[derive(Clone, Default)]
 pub struct Options {
-    /// Numbers for dimensions of the inputs that have names.
+    /// Lengths of named dimensions of the inputs.
     pub dimensions: BTreeMap<String, u64>,
-    /// Type of floats, in place of f32: f16, bf16 or f32.
+    /// Dtype that replaces f32: f16, bf16 or f32.
     pub dtype: Option<DType>,
-    /// Names of nodes, or of values that they make, which keep f32.
+    /// Names of nodes, or of their outputs, that stay in f32.
     pub keep_f32: Vec<String>,
-    /// Passes that are on.
+    /// Enabled passes.
     pub passes: Passes,
     /// Tuned configs of kernels.
     pub ctx: Ctx,
@@ -44,26 +44,26 @@ pub struct Options {
 
 /// A model on a device.
 pub struct Model {
-    /// The graph for inputs of any shape, rewritten as far as their shapes do not matter.
+    /// The graph for inputs of any shape, after rewrites that do not depend on shapes.
     graph: Graph,
     opset: i64,
     options: Options,
     devices: Arc<Devices>,
     outputs: Vec<Option<DType>>,
-    /// Number of rewrites by each pass while the shapes were not known.
+    /// Rewrites per pass before the shapes were known.
     rewritten: Counts,
-    /// Frames by the shapes of their inputs, the latest last.
+    /// Frames by input shapes, most recent last.
     frames: Mutex<Vec<(Shapes, Frames)>>,
 }
 
 type Shapes = Vec<Vec<usize>>;
-/// Number of rewrites of a graph by each pass, with its name.
+/// Number of rewrites per pass, with its name.
 pub type Counts = Vec<(&'static str, usize)>;
 
-/// Returns random tensors of declared types. Dimensions without a number have `length`.
+/// Returns random tensors of declared types. Dimensions without a fixed length get `length`.
 ///
 /// # Errors
-/// [`OnnxError::Input`] for a value whose type is not known.
+/// [`OnnxError::Input`] for a value without a declared dtype and rank.
 pub fn random(values: &[ValueType], length: usize) -> Result<Vec<TensorData>, OnnxError> {
     let each = |(at, value): (usize, &ValueType)| {
         let unknown = || OnnxError::Input {
@@ -99,7 +99,7 @@ impl Model {
         let device: DispatchDevice = device.clone().inner().as_dispatch().clone();
         let devices = Arc::new(Devices::new(device, options.ctx.clone()));
         let rewritten = rewrite(&mut graph, opset, &options.passes);
-        // Every node that is not served is told before a run.
+        // Report every unsupported node at load.
         Program::check(&graph, opset, &devices)?;
         let frames = Mutex::default();
         Ok(Self { graph, opset, options, devices, outputs, rewritten, frames })
@@ -115,10 +115,10 @@ impl Model {
         types(&self.graph, &self.graph.outputs)
     }
 
-    /// Returns random inputs of the declared types. Dimensions without a number have `length`.
+    /// Returns random inputs of the declared types. Dimensions without a fixed length get `length`.
     ///
     /// # Errors
-    /// [`OnnxError::Input`] for an input whose type is not known.
+    /// [`OnnxError::Input`] for an input without a declared dtype and rank.
     pub fn random(&self, length: usize) -> Result<Vec<TensorData>, OnnxError> {
         random(&self.inputs(), length)
     }
@@ -135,7 +135,7 @@ impl Model {
         self.read(made)
     }
 
-    /// Runs the model on inputs again and again, and returns the time of each run.
+    /// Runs the model repeatedly, and measures the runs.
     ///
     /// # Errors
     /// [`OnnxError`].
@@ -197,7 +197,7 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the frames of inputs of these shapes, with these inputs.
+    /// Returns the frames for the shapes of these inputs, updated with these inputs.
     fn prepare_frames<'a>(
         &self,
         frames: &'a mut Vec<(Shapes, Frames)>,
@@ -225,7 +225,7 @@ impl Model {
         Ok(&mut frames.last_mut().expect("pushed").1)
     }
 
-    /// Runs the model kernel by kernel, without a graph of the device, for a trace. Results are not read.
+    /// Runs the model kernel by kernel, without a device graph, for a trace. Results are not read.
     ///
     /// # Errors
     /// [`OnnxError`].
@@ -236,7 +236,7 @@ impl Model {
         own.launch().map(drop)
     }
 
-    /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
+    /// Returns the rewrites of each pass for inputs of these shapes, and the memory plan.
     ///
     /// # Errors
     /// [`OnnxError`].
@@ -250,7 +250,7 @@ impl Model {
         Program::new(&self.concrete(shapes)?.0, self.opset, &self.devices)
     }
 
-    /// Returns the graph for inputs of these shapes, and how often each pass rewrote it.
+    /// Returns the graph for inputs of these shapes, and the rewrites of each pass.
     fn concrete(&self, shapes: &[Vec<usize>]) -> Result<(Graph, Counts), OnnxError> {
         let mut graph = self.graph.clone();
         for (id, shape) in self.graph.inputs.iter().zip(shapes) {
@@ -268,16 +268,16 @@ impl Model {
     }
 }
 
-/// Time of runs.
+/// Measured run times.
 #[derive(Debug, Clone)]
 pub struct Speed {
-    /// The first run, with its preparation.
+    /// The first run, including compilation.
     pub first: Duration,
-    /// A run, of many in a row.
+    /// Mean of back-to-back runs.
     pub frame: Duration,
-    /// Runs one by one, each with its launch and the wait for its end.
+    /// Single runs, each including launch and synchronization.
     pub each: Vec<Duration>,
-    /// True if runs are replayed from a graph of the device.
+    /// True if runs replay a device graph.
     pub captured: bool,
 }
 
@@ -285,7 +285,7 @@ fn types(graph: &Graph, ids: &[usize]) -> Vec<ValueType> {
     ids.iter().map(|id| ValueType::from_value(&graph.values[*id])).collect()
 }
 
-/// Reads a file, and returns its graph with the version of its operators.
+/// Reads a file, and returns its graph and opset.
 fn read(path: &Path, dimensions: &BTreeMap<String, u64>) -> Result<(Graph, i64), OnnxError> {
     let Source { mut model, mut files } = Source::open(path)?;
     prepare(&mut model, dimensions)?;
@@ -294,31 +294,31 @@ fn read(path: &Path, dimensions: &BTreeMap<String, u64>) -> Result<(Graph, i64),
     Ok((graph, opset))
 }
 
-/// Contents of a file, without a device.
+/// Contents of a file, read without a device.
 #[derive(Debug, Clone)]
 pub struct Inspection {
-    /// Version of the operators.
+    /// Opset of the domain `ai.onnx`.
     pub opset: i64,
     /// Names and types of the inputs.
     pub inputs: Vec<ValueType>,
     /// Names and types of the outputs.
     pub outputs: Vec<ValueType>,
-    /// Number of nodes by operator, in the file.
+    /// Number of nodes per operator in the file.
     pub operators: BTreeMap<String, usize>,
-    /// Number of nodes by operator, after the passes.
+    /// Number of nodes per operator after the passes.
     pub rewritten: BTreeMap<String, usize>,
-    /// Number of rewrites by each pass.
+    /// Number of rewrites per pass.
     pub passes: Counts,
     /// Nodes that cannot run.
     pub unserved: Vec<Fault>,
-    /// Memory that runs need.
+    /// Memory plan.
     pub plan: Plan,
 }
 
-/// Reads a file, and returns what it has and what passes find in it.
+/// Reads a file, and returns its contents, the rewrites of the passes and unsupported nodes.
 ///
 /// # Errors
-/// [`OnnxError`] for a file that is no model, or an invalid one. Nodes that cannot run are no error.
+/// [`OnnxError`] for a file that is not a valid model. Unsupported nodes are not an error.
 pub fn inspect(
     path: impl AsRef<Path>,
     dimensions: &BTreeMap<String, u64>,
@@ -349,7 +349,7 @@ pub fn inspect(
     })
 }
 
-/// Folds what is known, and runs passes.
+/// Folds constants, and runs the passes.
 fn rewrite(graph: &mut Graph, opset: i64, on: &Passes) -> Counts {
     fold::fold(graph, opset, &Devices::host());
     graph.sweep();

@@ -1,4 +1,4 @@
-//! Runs of graphs, node by node.
+//! Runs graphs node by node.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,10 +18,10 @@ use crate::passes::operand;
 use crate::plan::Lifetimes;
 use crate::{Fault, OnnxError};
 
-/// A graph whose operators are read, with its constants on a device.
+/// A graph with its operators, and its constants on a device.
 pub(crate) struct Program {
     steps: Vec<Step>,
-    /// Constants, by value.
+    /// Constants by value id.
     constants: Vec<Option<Array>>,
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
@@ -34,7 +34,7 @@ pub(crate) struct Program {
 struct Step {
     node: Node,
     run: Run,
-    /// Values that no later step reads.
+    /// Values whose last reader is this step.
     last: Vec<ValueId>,
     memo: Mutex<Memo>,
 }
@@ -43,7 +43,8 @@ impl Program {
     /// Reads the operators of a graph.
     ///
     /// # Errors
-    /// [`OnnxError::Unserved`] with every node that cannot run; [`OnnxError::Node`] for a result that does not fit in memory.
+    /// [`OnnxError::Unserved`] with every unsupported node; [`OnnxError::Node`] for a result that
+    /// does not fit in memory.
     pub(crate) fn new(
         graph: &Graph,
         opset: i64,
@@ -79,10 +80,11 @@ impl Program {
         })
     }
 
-    /// Allocates the buffer that results share; none if there are none, or if the device has no buffers of this size.
+    /// Allocates the shared buffer of the results; None without results, or if the device has no
+    /// buffer of this size.
     ///
     /// # Errors
-    /// The device has no kernels of ours.
+    /// Our kernels do not run on the device.
     pub(crate) fn placed(&self, device: &Device) -> Result<Option<Placed>, OnnxError> {
         let Lifetimes { blocks, results, .. } = &self.lifetimes;
         if results.is_empty() {
@@ -95,7 +97,7 @@ impl Program {
     /// Checks that all operators of a graph are supported.
     ///
     /// # Errors
-    /// [`OnnxError::Unserved`] with every node that cannot run.
+    /// [`OnnxError::Unserved`] with every unsupported node.
     pub(crate) fn check(
         graph: &Graph,
         opset: i64,
@@ -104,8 +106,8 @@ impl Program {
         read(graph, opset, devices).map(drop)
     }
 
-    /// Runs all nodes, given the inputs and then the captured values. With the context of a rehearsal it launches no kernel of ours,
-    /// and ends at the first copy between host and device.
+    /// Runs all nodes on the inputs, followed by captured values. In a rehearsal it launches none
+    /// of our kernels, and stops at the first copy between host and device.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
@@ -113,7 +115,7 @@ impl Program {
         self.run_in(ctx, given, None)
     }
 
-    /// Runs all nodes as [`Program::run`] does, with results in places that were allocated before.
+    /// Runs all nodes like [`Program::run`], with results in a preallocated buffer.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
@@ -131,7 +133,7 @@ impl Program {
         }
         let before = copies();
         for (step, place) in self.steps.iter().zip(&self.lifetimes.of_node) {
-            // What a rehearsal reads is not written: it must not decide anything.
+            // In a rehearsal, values are not computed and must not control the run.
             let decides = matches!(step.node.op.as_str(), "If" | "Loop" | "Scan");
             if ctx.rehearses() && (decides || copies() > before) {
                 return Ok(Vec::new());
@@ -199,7 +201,7 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
     if faults.is_empty() { Ok(steps) } else { Err(OnnxError::Unserved(faults)) }
 }
 
-/// Returns a type of floats that a node reads or makes, and that the device does not have.
+/// Returns a float dtype of an input or output that the device does not support.
 fn missing(graph: &Graph, node: &Node, devices: &Devices) -> Option<DType> {
     let ids = node.inputs.iter().chain(&node.outputs).flatten();
     let mut floats = ids.filter_map(|id| graph.values[*id].ty.dtype).filter(DType::is_float);
@@ -210,8 +212,8 @@ fn is_conv(node: &Node) -> bool {
     node.op == "Conv" || node.op == "flashover::Conv"
 }
 
-/// Returns the channels of an image that a convolution reads as [`PADDED_CHANNELS`] ones, because rows of so few are not read in whole lines;
-/// none for other convolutions.
+/// Returns the channels of an image that is padded to [`PADDED_CHANNELS`], so that a convolution
+/// reads it in vectors; None for other convolutions.
 fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> {
     let id = node.inputs.get(1).copied().flatten().filter(|_| is_conv(node))?;
     let read = graph.nodes.iter().filter(|own| own.inputs.contains(&Some(id))).count();
@@ -222,7 +224,7 @@ fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> 
         Some(Attribute::Ints(own)) => own.as_slice(),
         _ => &[],
     };
-    // Windows side by side are rows of a product.
+    // Windows that do not overlap are rows of a matmul.
     let patches = ints("strides").iter().copied().eq(kernel.iter().map(|own| *own as i64));
     let plain = matches!(node.attributes.get("group"), None | Some(Attribute::Int(1)))
         && node.inputs.get(operand::SECOND).copied().flatten().is_none();
@@ -232,7 +234,7 @@ fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> 
         .then_some(*channels)
 }
 
-/// Returns the constants that are read, on the device.
+/// Copies the used constants to the device.
 fn constants(
     graph: &Graph,
     read: &[bool],
@@ -258,7 +260,7 @@ fn constants(
     graph.values.iter().enumerate().map(own).collect()
 }
 
-/// Runs an operator. Burn reports what it cannot do by a panic, which becomes an error.
+/// Runs an operator. Burn panics on unsupported cases; the panic becomes an error.
 pub(crate) fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     let made = catch_unwind(AssertUnwindSafe(run));
     made.unwrap_or_else(|why| Err(panic_text(&*why)))

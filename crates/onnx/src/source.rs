@@ -1,4 +1,4 @@
-//! An ONNX file, and the files beside it that hold its large tensors.
+//! An ONNX file, and its external data files.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,15 +11,15 @@ use prost::Message;
 use crate::OnnxError;
 use crate::proto::{ModelProto, TensorProto};
 
-/// An opened file. Data of tensors stay in mapped memory until they are used.
+/// An opened file. Tensor data stay in mapped memory until they are used.
 pub(crate) struct Source {
     pub(crate) model: ModelProto,
     pub(crate) files: Files,
 }
 
-/// Files with data of tensors, mapped when a tensor first needs one.
+/// External data files, mapped at first use.
 pub(crate) struct Files {
-    /// Folder of the model; none for a model that was in memory.
+    /// Folder of the model; None for a model in memory.
     folder: Option<PathBuf>,
     mapped: HashMap<String, Bytes>,
 }
@@ -44,18 +44,18 @@ fn decode(bytes: Bytes, path: &Path) -> Result<ModelProto, OnnxError> {
 fn map(path: &Path) -> Result<Bytes, OnnxError> {
     let failed = |why| OnnxError::Read { path: path.to_owned(), why };
     let file = File::open(path).map_err(failed)?;
-    // SAFETY: as for other checkpoints, nobody changes the file while it is used.
+    // SAFETY: as for other checkpoints, the file must not change while it is in use.
     let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
     Ok(Bytes::from_owner(map))
 }
 
 impl Files {
-    /// No files: data in others are not found.
+    /// Returns no files: external data are an error.
     pub(crate) fn none() -> Self {
         Self { folder: None, mapped: HashMap::new() }
     }
 
-    /// Returns the bytes of a tensor in another file.
+    /// Returns the external data of a tensor.
     pub(crate) fn bytes(&mut self, tensor: &TensorProto) -> Result<Bytes, OnnxError> {
         let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
         let entry = |key: &str| {
@@ -93,7 +93,7 @@ impl Files {
     }
 }
 
-/// Returns the path of a file in `folder`; an error if it leads out of the folder.
+/// Returns the path of a file in `folder`; an error for a path outside of it.
 fn inside(folder: &Path, location: &str) -> Result<PathBuf, String> {
     let relative = Path::new(location);
     let down =
@@ -104,7 +104,7 @@ fn inside(folder: &Path, location: &str) -> Result<PathBuf, String> {
         return Err(out());
     }
     let path = folder.join(relative);
-    // A link may lead out, too.
+    // A symbolic link may also lead outside.
     let real =
         |path: &Path| path.canonicalize().map_err(|why| format!("cannot read {location}: {why}"));
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };

@@ -1,4 +1,4 @@
-//! Tensors of ONNX files.
+//! Tensors in ONNX files.
 
 use burn::tensor::{AllocationProperty, BoolStore, DType, TensorData};
 use bytes::Bytes;
@@ -8,10 +8,10 @@ use crate::OnnxError;
 use crate::proto::{DataType, TensorProto};
 use crate::source::Files;
 
-/// The element type of bools on the host.
+/// The dtype of bools on the host.
 pub(crate) const BOOL: DType = DType::Bool(BoolStore::Native);
 
-/// Returns the element type of a number in a file; an error in words for those that are not supported.
+/// Converts ONNX's number of an element type to a dtype; an error if it is not supported.
 pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     use DataType as T;
     let data_type = T::try_from(number)
@@ -34,13 +34,13 @@ pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     })
 }
 
-/// Returns the number of an element type in a file: the inverse of [`dtype`].
+/// Converts a dtype to ONNX's number: the inverse of [`dtype`].
 pub(crate) fn number(element: DType) -> Option<i32> {
     let element = if matches!(element, DType::Bool(_)) { BOOL } else { element };
     (1..=16).find(|number| dtype(*number) == Ok(element))
 }
 
-/// Reads a tensor. Data in files stay there.
+/// Reads a tensor. External data stay in the mapped file.
 pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<Constant, OnnxError> {
     let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
     let dtype = dtype(tensor.data_type).map_err(failed)?;
@@ -70,20 +70,20 @@ pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<Constant, 
     Ok(Constant { bytes, shape, dtype })
 }
 
-/// Reads a tensor in a file of its own, as ONNX's tests have them, and returns its name.
+/// Decodes a `TensorProto`, the format of ONNX's test data. Returns its name and data.
 ///
 /// # Errors
-/// [`OnnxError::Tensor`] for bytes that are no tensor, or one of a type that is not supported.
+/// [`OnnxError::Tensor`] for bytes that are not a tensor, or for an unsupported dtype.
 pub fn decode_tensor(bytes: &[u8]) -> Result<(String, TensorData), OnnxError> {
     let failed = |why: String| OnnxError::Tensor { name: String::new(), why };
     let tensor = TensorProto::decode(bytes).map_err(|why| failed(why.to_string()))?;
     Ok((tensor.name.clone(), read(&tensor, &mut Files::none())?.data()))
 }
 
-/// Writes a tensor as a file of its own.
+/// Encodes a tensor as a `TensorProto`.
 ///
 /// # Errors
-/// [`OnnxError::Tensor`] for a type that ONNX does not have.
+/// [`OnnxError::Tensor`] for a dtype that ONNX lacks.
 pub fn encode_tensor(name: &str, data: &TensorData) -> Result<Vec<u8>, OnnxError> {
     let why = || OnnxError::Tensor {
         name: name.to_owned(),
@@ -107,7 +107,7 @@ pub(crate) struct Constant {
     pub(crate) dtype: DType,
 }
 
-/// Bytes of Burn, as the owner of others.
+/// Bytes of Burn that own the data of a [`Bytes`].
 struct Owned(burn::tensor::Bytes);
 
 impl AsRef<[u8]> for Owned {
@@ -130,7 +130,7 @@ impl Constant {
         &self.bytes
     }
 
-    /// Returns the elements; as a copy if they are not aligned in the file.
+    /// Returns the elements; copied if they are not aligned in the file.
     pub(crate) fn data(&self) -> TensorData {
         let bytes = match self.bytes.as_ptr().addr().is_multiple_of(self.dtype.size()) {
             true => burn::tensor::Bytes::from_shared(self.bytes.clone(), AllocationProperty::File),
@@ -140,7 +140,7 @@ impl Constant {
     }
 }
 
-/// Returns the bytes of data in the message, whichever list they are in.
+/// Returns the data of a message as bytes, from any of its lists.
 fn listed(tensor: &TensorProto, dtype: DType) -> Bytes {
     fn packed<T: Copy, const N: usize>(values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Bytes {
         values.iter().flat_map(|own| bytes(*own)).collect::<Vec<u8>>().into()

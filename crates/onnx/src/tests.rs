@@ -1,4 +1,4 @@
-//! Tests of models that are made here.
+//! Tests of models that are built here.
 
 use std::fs;
 use std::path::Path;
@@ -123,7 +123,7 @@ fn functions_take_attributes_and_values_of_their_call() {
         function("Leak", vec![leaky], vec![slope(0.25)]),
         function("Twice", twice, Vec::new()),
     ];
-    // 1 and -2 leak to 1 and -1, become 2 and -2, and leak by the default to 2 and -0.5.
+    // 1 and -2 become 1 and -1 (slope 0.5), 2 and -2 (sum), then 2 and -0.5 (default slope).
     assert_eq!(run(&whole), [2.0, -0.5]);
     let endless = vec![call("Twice", "in", "out", Vec::new())];
     whole.functions[1] = function("Twice", endless, Vec::new());
@@ -240,7 +240,7 @@ fn data_of_tensors_may_be_in_files_beside_the_model() {
     }
 }
 
-/// Damaged files are refused or run, and never panic.
+/// Checks that damaged files are refused or run, and never panic.
 #[test]
 fn damaged_files_are_no_panic() {
     let mut graph = model(
@@ -302,7 +302,7 @@ fn what_a_root_is_computed_from_keeps_f32() {
     fs::write(&path, model(nodes, &["x"], &["y"]).encode_to_vec()).unwrap();
     let options = Options { dtype: Some(DType::F16), ..Options::default() };
     let model = Model::open(path, options, &Device::flex()).unwrap();
-    // The square is 9e-8, of which f16 has no digit.
+    // The square is 9e-8, which underflows in f16.
     let made = model.run(vec![TensorData::new(vec![3e-4f32, -2.0], [1, 2])]).unwrap();
     for (have, want) in made[0].iter::<f32>().zip([3e-4, 2.0]) {
         assert!((have - want).abs() <= 1e-3 * want, "{have}, expected {want}");

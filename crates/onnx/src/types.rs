@@ -1,7 +1,8 @@
-//! Types of values, as onnx-ir infers them.
+//! Type inference by onnx-ir.
 //!
-//! onnx-ir renames values, folds `Shape` at the sizes of the export, and panics on some files. So it reads one node at a time: a
-//! model of that node, with the types of its inputs as they are known here. Only this module knows onnx-ir.
+//! onnx-ir renames values, folds `Shape` at the sizes of the export, and panics on some files. So
+//! it reads one node at a time: a model of this node, with the known types of its inputs. Only this
+//! module depends on onnx-ir.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -17,20 +18,20 @@ use crate::proto::{
 use crate::rules::host_dtype;
 use crate::tensor::{self, Constant};
 
-/// Most elements of a constant that onnx-ir is shown: such tensors hold shapes, axes and factors.
+/// Maximum elements of a constant that is passed to onnx-ir: shapes, axes and factors.
 const SMALL: usize = 1024;
 
 /// Operators whose shapes onnx-ir 0.22.0 infers wrongly.
 const WRONG: [&str; 4] = ["CausalConvWithState", "DFT", "Expand", "LinearAttention"];
 
-/// Infers the types of a node's outputs; none if onnx-ir does not know the node.
+/// Infers the output types of a node; None if onnx-ir does not support it.
 pub(crate) fn infer(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
-    // It takes operators of other domains for ones whose results are like their inputs.
+    // For operators of other domains, it returns the type of the input.
     if WRONG.contains(&node.op.as_str()) || node.op.contains("::") {
         return None;
     }
     let mut types = infer_by_onnx_ir(graph, node, opset)?;
-    // It takes automatic padding for none.
+    // It ignores automatic padding.
     if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME"))
     {
         same_padding(graph, node, types.first_mut()?);
@@ -38,7 +39,7 @@ pub(crate) fn infer(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>>
     Some(types)
 }
 
-/// Sets the lengths of an image that is padded such that they depend on the strides only.
+/// Sets the output lengths with `SAME` padding, which depend only on the strides.
 fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
     let strides = match node.attributes.get("strides") {
         Some(Attribute::Ints(strides)) => strides.as_slice(),
@@ -55,7 +56,7 @@ fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
 
 fn infer_by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
     let bytes = single_node_model(graph, node, opset)?.encode_to_vec();
-    // It panics on some nodes that it cannot read.
+    // It panics on some nodes.
     let read = catch_unwind(AssertUnwindSafe(|| {
         OnnxGraphBuilder::new().simplify(false).parse_bytes(&bytes)
     }));
@@ -81,7 +82,8 @@ fn argument_type(own: &ArgType) -> Type {
     }
 }
 
-/// Returns a model of a node alone; none if the type of an input is not known, or if the node runs graphs.
+/// Returns a model of a single node; None if an input type is unknown, or if the node has
+/// subgraphs.
 fn single_node_model(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
     let (domain, op_type) = node.op.split_once("::").unwrap_or(("", &node.op));
     let mut made = GraphProto { name: "node".to_owned(), ..GraphProto::default() };
@@ -91,7 +93,7 @@ fn single_node_model(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProt
             names.push(String::new());
             continue;
         };
-        // A value that is read twice has one name.
+        // A value that is read twice has a single name.
         let name = format!("v{id}");
         let value = &graph.values[*id];
         let known = node.inputs[..at].contains(&Some(*id));

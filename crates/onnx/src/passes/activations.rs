@@ -1,18 +1,19 @@
-//! Activations from their parts, as exporters of old opsets write them.
+//! Fuses activations from their parts, as exporters of old opsets write them.
 
 use crate::graph::{Attribute, Node, ValueId};
 
 use super::view::{View, in_place_of};
 
-/// Factors of a product.
+/// An elementwise product: a number, and other factors.
 struct Product {
     number: f64,
-    /// Factors that are no numbers.
+    /// Factors that are not constant numbers.
     factors: Vec<ValueId>,
 }
 
 impl Product {
-    /// Returns the factors of a value: of products and quotients by numbers, as long as each has one reader.
+    /// Returns the factors of a value, through `Mul`, `Div` by a number and cubes that have one
+    /// reader.
     fn new(view: &View<'_>, id: ValueId) -> Self {
         let mut own = Self { number: 1.0, factors: Vec::new() };
         own.join(view, id, true);
@@ -42,7 +43,7 @@ impl Product {
     }
 }
 
-/// Returns true for a number that is another one, as a constant of 16 bits may hold it.
+/// Returns true for two numbers that are equal within the precision of 16 bits.
 fn near(have: f64, want: f64) -> bool {
     (have - want).abs() <= 1e-3 * want.abs()
 }
@@ -53,7 +54,7 @@ fn plus(view: &View<'_>, id: ValueId, number: f64) -> Option<ValueId> {
     near(own, number).then_some(x)
 }
 
-/// `x · (1 + erf(x / √2)) / 2`, and `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
+/// Fuses `x · (1 + erf(x / √2)) / 2`, and `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
 pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "Mul")?;
     let Product { number, factors } = Product::new(view, node.y()?);
@@ -78,7 +79,7 @@ pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns true for the factors of `x + 0.044715 x³`, written as a sum or as `x · (1 + 0.044715 x²)`.
+/// Returns true for `x + 0.044715 x³`, written as a sum or as `x · (1 + 0.044715 x²)`.
 fn is_cubic(view: &View<'_>, factors: &[ValueId], x: ValueId) -> bool {
     let curve = |id: ValueId, powers: usize| {
         let own = Product::new(view, id);
@@ -96,7 +97,7 @@ fn is_cubic(view: &View<'_>, factors: &[ValueId], x: ValueId) -> bool {
     }
 }
 
-/// `x · σ(α x)`.
+/// Fuses `x · σ(α x)`.
 pub(super) fn silu(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "Mul")?;
     let [Some(one), Some(other)] = node.inputs[..] else { return None };
@@ -113,7 +114,7 @@ pub(super) fn silu(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// `x · clip(x + 3, 0, 6) / 6`, and `x · clip(x / 6 + 1/2, 0, 1)`.
+/// Fuses `x · clip(x + 3, 0, 6) / 6`, and `x · clip(x / 6 + 1/2, 0, 1)`.
 pub(super) fn hard_swish(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at).filter(|node| matches!(node.op.as_str(), "Mul" | "Div"))?;
     let y = node.y()?;
@@ -143,7 +144,7 @@ pub(super) fn hard_swish(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns the limits of a `Clip`, if they are numbers.
+/// Returns the limits of a `Clip`, if they are constants.
 pub(super) fn limits(view: &View<'_>, clip: &Node) -> Option<[f64; 2]> {
     let limit = |name: &str, at: usize, usual: f64| match (clip.float(name), clip.input(at)) {
         (Some(own), _) => Some(own),

@@ -1,4 +1,5 @@
-//! Matmuls of one input with several matrices, as one matmul: Q, K and V of an attention, or the embeddings of a time step.
+//! Merges matmuls of one input with several matrices into one matmul: Q, K and V of an attention,
+//! or the embeddings of a time step.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,7 @@ use crate::graph::{Attribute, Node, Type, ValueId};
 use super::epilogues::flat;
 use super::view::{View, in_place_of};
 
-/// A matmul that can be joined with others of the same input.
+/// A matmul that can be merged with others of the same input.
 struct Part {
     place: usize,
     node: Node,
@@ -73,7 +74,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns the node at a place if it is a matmul with a constant matrix, and nothing else but a bias.
+/// Returns the node at an index if it is a matmul with a constant matrix, with at most a bias.
 fn part(view: &View<'_>, place: usize) -> Option<Part> {
     let node = view.node(place)?;
     let known = ["bias", "transB", "beta"];
@@ -97,7 +98,7 @@ fn part(view: &View<'_>, place: usize) -> Option<Part> {
     if let Some(bias) = bias {
         view.constant(bias).filter(|own| own.count() == columns)?;
     }
-    // A vector in place of x would lose its dimension.
+    // A vector x would lose its dimension.
     let rank = view.dims(node.x()?)?.len();
     (plain && rank >= 2).then(|| Part {
         place,
@@ -109,7 +110,7 @@ fn part(view: &View<'_>, place: usize) -> Option<Part> {
     })
 }
 
-/// Joins matrices of one type along an axis.
+/// Concatenates matrices of one dtype along an axis.
 fn joined(all: &[TensorData], axis: usize) -> TensorData {
     let mut shape = all[0].shape().to_vec();
     let size = all[0].dtype().size();

@@ -1,8 +1,9 @@
-//! Quantised graphs: products with matrices of int8, and values that are rounded to integers and back.
+//! Rewrites quantised graphs: matmuls with int8 weights, and values that are quantised and
+//! dequantised.
 //!
 //! ```text
 //! DequantizeLinear(QuantizeLinear(x, s, z), s', z)  =  clip(round(x / s), least - z, most - z) · s'
-//! MatMul(x, DequantizeLinear(codes, s))             =  (x · codes) · s, by the kernels of int8
+//! MatMul(x, DequantizeLinear(codes, s))             =  (x · codes) · s, by the int8 kernels
 //! MatMulInteger(a, codes, zero of a)                =  (a - zero) · codes, by the same kernels
 //! ```
 
@@ -39,7 +40,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     }
 }
 
-/// Makes a value that is quantised and decoded a program of one kernel.
+/// Fuses quantisation and dequantisation of a value into one elementwise program.
 fn fuse_quantize_dequantize(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     let before = view.made_for_one(node.x()?, "QuantizeLinear")?.clone();
     let (x, codes) = (before.x()?, view.dtype(node.x()?)?);
@@ -74,7 +75,7 @@ fn fuse_quantize_dequantize(view: &mut View<'_>, at: usize, node: &Node) -> Opti
     Some(())
 }
 
-/// Makes a decoded constant a constant of floats, but for a matrix that a product reads as codes.
+/// Dequantises a constant, except a weight that a matmul reads quantised.
 fn fold_dequantized(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     let (x, scale, y) = (node.x()?, node.input(1)?, node.y()?);
     view.dtype(y).filter(|own| *own == DType::F32 && !view.is_output(y))?;
@@ -116,7 +117,7 @@ fn fold_dequantized(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Makes a product with a decoded matrix one with its codes.
+/// Replaces a matmul with a dequantised weight by one with the quantised weight.
 fn matmul(view: &mut View<'_>, at: usize, node: &Node, transposed: bool) -> Option<()> {
     let weight = node.input(1)?;
     let place = view.producer_index(weight, "DequantizeLinear")?;
@@ -140,11 +141,11 @@ fn matmul(view: &mut View<'_>, at: usize, node: &Node, transposed: bool) -> Opti
     Some(())
 }
 
-/// A constant matrix of int8 whose zero point is 0.
+/// A constant int8 matrix with zero point 0.
 struct Codes(Constant);
 
 impl Codes {
-    /// Returns the matrix of a constant. Unsigned codes around 128 become signed ones.
+    /// Reads the matrix of a constant. uint8 with zero point 128 becomes int8.
     fn read(view: &View<'_>, id: ValueId, zero: Option<ValueId>) -> Option<Self> {
         let own = view.constant(id).filter(|own| own.shape.len() == 2)?;
         let zeros = match zero {
@@ -163,7 +164,7 @@ impl Codes {
         }
     }
 
-    /// Returns a product in place of a node, with one scale or one of each column.
+    /// Returns a matmul that replaces a node, with one scale or one scale per column.
     fn matmul_node(
         self,
         node: &Node,

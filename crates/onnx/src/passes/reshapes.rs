@@ -1,6 +1,6 @@
-//! Matmuls of reshaped rows, as matmuls of the rows as they are; and sums of a reshaped matmul, as the reshaped sum:
-//! `reshape(x·w) + r = reshape(x·w + unshape(r))`. The sum is then part of the matmul's epilogue, and reshaping and transposing are
-//! views.
+//! Removes reshapes around matmuls, and moves sums before reshapes: `reshape(x·w) + r = reshape(x·w
+//! + unshape(r))`. The sum then becomes part of the matmul's epilogue, and reshapes and transposes
+//! are views.
 
 use burn::tensor::TensorData;
 
@@ -9,7 +9,7 @@ use crate::graph::{Attribute, Node, Type, ValueId};
 use super::epilogues::linear;
 use super::view::{View, in_place_of};
 
-/// Most nodes between a matmul and a sum.
+/// Maximum nodes between a matmul and a sum.
 const MOST: usize = 6;
 
 const MATMULS: [&str; 3] = ["MatMul", "Gemm", "flashover::Linear"];
@@ -22,7 +22,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     }
 }
 
-/// `[a, b, …] → [a·b, k] → matmul → [a·b, n] → [a, b, n]`: rows of two or more dimensions are joined for the matmul only.
+/// Rewrites `[a, b, …] → [a·b, k] → matmul → [a·b, n] → [a, b, n]`, where the dimensions of the
+/// rows are merged only for the matmul.
 fn matmul(view: &mut View<'_>, at: usize) -> Option<()> {
     let last = view.node(at)?.clone();
     let joined = last.x()?;
@@ -71,12 +72,12 @@ fn sum(view: &mut View<'_>, at: usize) -> Option<()> {
         (same && view.constant(rest).is_none()).then_some((moved, rest))
     })?;
     let matmul = moved.first()?.1.x()?;
-    // Back through the nodes, last to first.
+    // Undo the moves on the addend, last to first.
     let mut addend = rest;
     for (_, node) in moved.iter().rev() {
         addend = undone(view, at, node, addend)?;
     }
-    // Forth with the sum.
+    // Then move the sum, first to last.
     let between = view.add_value(view.ty(matmul).clone());
     let mut own = in_place_of(&sum, "Add", vec![Some(matmul), Some(addend)]);
     own.outputs = vec![Some(between)];
@@ -101,7 +102,7 @@ fn sum(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns the nodes that only move the elements of a matmul, first to last, with their places.
+/// Returns the nodes that only move the elements of a matmul, first to last, with their indices.
 fn moved(view: &View<'_>, id: ValueId) -> Option<Vec<(usize, Node)>> {
     let (mut found, mut id) = (Vec::new(), id);
     while found.len() < MOST && view.is_read_once(id) {
@@ -131,7 +132,7 @@ fn has_matmul(view: &View<'_>, id: ValueId) -> bool {
     matmul(id) || view.made_for_one(id, "Add").is_some_and(biased)
 }
 
-/// Adds a node that undoes another on a value, before the node at a place.
+/// Inserts the inverse of a node on a value, before the node at an index.
 fn undone(view: &mut View<'_>, at: usize, node: &Node, id: ValueId) -> Option<ValueId> {
     let ty = view.ty(node.x()?).clone();
     let to = view.add_value(ty.clone());

@@ -1,4 +1,5 @@
-//! Numbers for dimensions that have names; -1, by which some exporters mean any length, becomes no length.
+//! Sets the lengths of named dimensions. -1, which some exporters write for any length, becomes
+//! unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,10 +7,11 @@ use crate::OnnxError;
 use crate::error::invalid;
 use crate::proto::{GraphProto, Length, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto};
 
-/// Replaces names by numbers in the types of inputs, outputs and values.
+/// Replaces dimension names by lengths in the types of inputs, outputs and values.
 ///
 /// # Errors
-/// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for another negative length.
+/// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for other negative
+/// lengths.
 pub(super) fn set_lengths(
     graph: &mut GraphProto,
     numbers: &BTreeMap<String, u64>,

@@ -1,4 +1,5 @@
-//! Rewrites of a model before it is read as a graph: functions are inlined, named dimensions become numbers, nodes are sorted.
+//! Prepares a model before it is read as a graph: inlines functions, sets named dimensions, sorts
+//! nodes.
 
 mod dimensions;
 mod functions;
@@ -10,14 +11,14 @@ use crate::OnnxError;
 use crate::error::invalid;
 use crate::proto::{GraphProto, ModelProto, NodeProto};
 
-/// Versions of the operators of ONNX that are known.
+/// Oldest and newest supported opset of `ai.onnx`.
 const OPSETS: [i64; 2] = [1, 27];
-/// Most nodes of a model after its functions are inlined.
+/// Maximum nodes of a model after inlining.
 const MAX_NODES: usize = 1_000_000;
-/// Most graphs and functions within each other.
+/// Maximum nesting depth of graphs and functions.
 const MAX_DEPTH: usize = 32;
 
-/// Rewrites a model: `dimensions` are numbers for dimensions that have names.
+/// Prepares a model. `dimensions` are lengths of named dimensions.
 pub(crate) fn prepare(
     model: &mut ModelProto,
     dimensions: &BTreeMap<String, u64>,
@@ -30,12 +31,12 @@ pub(crate) fn prepare(
     scopes::sort(graph)
 }
 
-/// Returns true for the domain of ONNX's own operators, which has two names.
+/// Returns true for the domain `ai.onnx`, which has two names.
 pub(crate) fn is_standard(domain: &str) -> bool {
     matches!(domain, "" | "ai.onnx")
 }
 
-/// Returns the version of ONNX's own operators.
+/// Returns the opset of the domain `ai.onnx`.
 pub(crate) fn opset(model: &ModelProto) -> Option<i64> {
     let own = model.opset_import.iter().find(|own| is_standard(&own.domain));
     own.map(|own| own.version)

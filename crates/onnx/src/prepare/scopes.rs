@@ -1,4 +1,4 @@
-//! Names of values, and the order of nodes.
+//! Checks names of values, and sorts nodes.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -7,15 +7,15 @@ use crate::OnnxError;
 use crate::error::invalid;
 use crate::proto::{GraphProto, NodeProto};
 
-/// Sorts the nodes of a graph, and of those within it, so that each follows the nodes whose results it reads.
+/// Sorts the nodes of a graph and its subgraphs topologically.
 ///
 /// # Errors
-/// [`OnnxError::Invalid`] for a value that two nodes make, that no node makes, or that needs itself.
+/// [`OnnxError::Invalid`] for a duplicate value name, an undefined value, or a cycle.
 pub(super) fn sort(graph: &mut GraphProto) -> Result<(), OnnxError> {
     sort_within(graph, &mut Vec::new())
 }
 
-/// `outer` has the values that each graph around this one has so far.
+/// Sorts one graph. `outer` has the values that each outer graph defines so far.
 fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Result<(), OnnxError> {
     let given: HashSet<String> = graph
         .input
@@ -62,7 +62,7 @@ fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Resu
     }
 }
 
-/// Returns the order of nodes: that of the file, where it is possible.
+/// Returns the topological order of nodes that is closest to the file.
 fn order(
     nodes: &[NodeProto],
     makers: &HashMap<String, usize>,
@@ -114,7 +114,7 @@ fn order(
     }
 }
 
-/// Adds the names that a node reads from outside of its own graphs.
+/// Adds the names that a node and its subgraphs read from outside.
 fn read_by<'a>(node: &'a NodeProto, inner: &mut HashSet<&'a str>, names: &mut Vec<&'a str>) {
     let free = |name: &&String| !name.is_empty();
     names.extend(

@@ -1,7 +1,7 @@
 //! Attention operators of ONNX Runtime, with projections, RoPE and KV caches.
 //!
 //! Masks are 0 for masked keys. `mask_filter_value`, not -∞, is added to the score of a masked key:
-//! if all keys are masked, the result is the mean of the values.
+//! if all keys are masked, the query attends to all of them.
 
 use std::sync::Arc;
 
