@@ -465,7 +465,7 @@ impl Array {
     /// # Errors
     /// An element is negative.
     pub(crate) fn lengths(&self) -> Result<Vec<usize>, String> {
-        let negative = |own| format!("expected a length of 0 or more, got {own}");
+        let negative = |own: i64| format!("expected a length of 0 or more, got {own}");
         let each = |own: i64| usize::try_from(own).map_err(|_| negative(own));
         self.ints()?.into_iter().map(each).collect()
     }
