@@ -1,4 +1,4 @@
-//! `flashover onnx`: graphs of ONNX.
+//! `flashover onnx`: inspects, runs and measures ONNX graphs.
 
 pub(crate) mod tensors;
 
@@ -28,9 +28,9 @@ pub(crate) struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Print inputs and outputs, operators, what passes find, and what cannot run, without a device
+    /// Print inputs, outputs, operators, rewrites and unsupported nodes, without a device
     Info(InfoArgs),
-    /// Run a graph on tensors of files
+    /// Run a graph on tensors from files
     Run(RunArgs),
     /// Measure a graph on random inputs
     Bench(BenchArgs),
@@ -38,7 +38,7 @@ enum Command {
     Plan(InfoArgs),
     /// Print the time of a run by operator and by node
     Profile(ProfileArgs),
-    /// Run the tests in a folder: those of ONNX, or others of its format
+    /// Run the tests in a folder, in the format of the ONNX backend tests
     Test(TestArgs),
 }
 
@@ -46,9 +46,9 @@ enum Command {
 enum Precision {
     /// f32
     F32,
-    /// f16 in place of f32; statistics, softmax and sums stay f32
+    /// f16 instead of f32; statistics, softmax and sums stay in f32
     F16,
-    /// bf16 in place of f32; statistics, softmax and sums stay f32
+    /// bf16 instead of f32; statistics, softmax and sums stay in f32
     Bf16,
 }
 
@@ -66,16 +66,17 @@ impl Precision {
     }
 }
 
-/// A dimension with its length.
+/// Parses `NAME=LENGTH` of a dimension.
 pub(crate) fn dimension(text: &str) -> Result<(String, u64), String> {
-    let (name, length) =
-        text.split_once('=').ok_or("expected NAME=LENGTH\nhint: use, for example, batch=1")?;
+    let (name, length) = text.split_once('=').ok_or_else(|| {
+        format!("expected NAME=LENGTH, got `{text}`\nhint: use, for example, batch=1")
+    })?;
     let length: u64 = length
         .parse()
         .ok()
         .filter(|length| *length > 0 && *length <= u64::from(u32::MAX))
         .ok_or_else(|| {
-            format!("`{length}` is no length\nhint: use a number from 1 to 4294967295")
+            format!("expected a length from 1 to 4294967295, got `{length}`\nhint: use batch=1")
         })?;
     Ok((name.to_owned(), length))
 }
@@ -84,12 +85,12 @@ fn passes(text: &str) -> Result<Passes, String> {
     Passes::parse(text).map_err(|why| why.to_string())
 }
 
-/// A model file and how its graph is rewritten.
+/// A model file and the lengths of its named dimensions.
 #[derive(clap::Args)]
 struct FileArgs {
     /// ONNX file
     model: PathBuf,
-    /// Length of a dimension that has a name, such as batch=1; may be repeated
+    /// Length of a named dimension, such as batch=1; may be repeated
     #[arg(long = "dim", value_name = "NAME=LENGTH", value_parser = dimension)]
     dimensions: Vec<(String, u64)>,
 }
@@ -104,7 +105,7 @@ impl FileArgs {
 struct InfoArgs {
     #[command(flatten)]
     file: FileArgs,
-    /// Passes that are on: `on`, `off`, names of some, or -NAME for all but some, separated by commas
+    /// Graph passes to run: `on`, `off`, names, or -NAME for all except some, separated by commas
     #[arg(long, default_value = "on", value_parser = passes, allow_hyphen_values = true)]
     passes: Passes,
 }
@@ -112,10 +113,10 @@ struct InfoArgs {
 /// Settings of a run.
 #[derive(clap::Args)]
 struct LoadArgs {
-    /// Type of floats in place of f32 [default: that of the file]
+    /// Dtype that replaces f32 [default: as in the file]
     #[arg(long)]
     dtype: Option<Precision>,
-    /// Node, or value that a node makes, which keeps f32; may be repeated
+    /// Node to keep in f32, by its name or the name of an output; may be repeated
     #[arg(long, value_name = "NAME")]
     keep_f32: Vec<String>,
     /// For untuned shapes: `frozen` fails, `default` uses an inherited or the first config, `measure` tunes now
@@ -144,10 +145,10 @@ struct RunArgs {
     /// Input of the graph: [NAME=]FILE with .npy, .pb or .safetensors; may be repeated. Files without names are inputs in order
     #[arg(long = "input", value_name = "[NAME=]FILE")]
     inputs: Vec<String>,
-    /// File for the outputs: .safetensors, or .npy or .pb for a single one [default: print shapes and the first elements]
+    /// File for the outputs: .safetensors, or .npy or .pb for one output [default: print shapes and first elements]
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Passes that are on: `on`, `off`, names of some, or -NAME for all but some, separated by commas
+    /// Graph passes to run: `on`, `off`, names, or -NAME for all except some, separated by commas
     #[arg(long, default_value = "on", value_parser = passes, allow_hyphen_values = true)]
     passes: Passes,
     #[command(flatten)]
@@ -158,13 +159,13 @@ struct RunArgs {
 struct BenchArgs {
     #[command(flatten)]
     file: FileArgs,
-    /// Length of dimensions without a number, such as the batch, separated by commas
+    /// Length of dimensions without a fixed length, such as the batch; several separated by commas
     #[arg(long, short, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u16).range(1..))]
     batch: Vec<u16>,
-    /// Passes that are on, one row each: on, off, or the name of one
+    /// Passes to measure, one row each: on, off, or the name of a pass
     #[arg(long, value_delimiter = ',', default_value = "on")]
     passes: Vec<String>,
-    /// Runs of a measurement, after those that compile and capture
+    /// Measured runs, after warm-up runs that compile and capture
     #[arg(long, short, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
     repetitions: u32,
     /// Print one JSON object per line
@@ -178,13 +179,13 @@ struct BenchArgs {
 struct ProfileArgs {
     #[command(flatten)]
     file: FileArgs,
-    /// Length of dimensions without a number
+    /// Length of dimensions without a fixed length
     #[arg(long, short, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     batch: u16,
     /// Also write a trace of every kernel launch, for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Passes that are on: `on`, `off`, names of some, or -NAME for all but some, separated by commas
+    /// Graph passes to run: `on`, `off`, names, or -NAME for all except some, separated by commas
     #[arg(long, default_value = "on", value_parser = passes, allow_hyphen_values = true)]
     passes: Passes,
     #[command(flatten)]
@@ -193,22 +194,22 @@ struct ProfileArgs {
 
 #[derive(clap::Args)]
 struct TestArgs {
-    /// Folder with tests: model.onnx and data sets of .pb files in a folder each, or light_NAME.onnx
+    /// Folder of tests: folders with model.onnx and data sets of .pb files, or files light_NAME.onnx
     folder: PathBuf,
-    /// Run only tests with this text in their names
+    /// Run only tests whose names contain this text
     #[arg(long, default_value = "")]
     filter: String,
-    /// Passes that are on: `on`, `off`, names of some, or -NAME for all but some, separated by commas
+    /// Graph passes to run: `on`, `off`, names, or -NAME for all except some, separated by commas
     #[arg(long, default_value = "on", value_parser = passes, allow_hyphen_values = true)]
     passes: Passes,
-    /// Print the names of the tests that pass, too
+    /// Also print the tests that pass
     #[arg(long)]
     list: bool,
-    /// Type of floats in place of f32 [default: that of the file]
+    /// Dtype that replaces f32 [default: as in the file]
     #[arg(long)]
     dtype: Option<Precision>,
-    /// Largest difference, in parts of the largest number of an output; the largest number of each row keeps its place
-    /// [default: 1e-3 of each number and 1e-7, as ONNX has it]
+    /// Largest difference, relative to the largest element of an output; the argmax of each row must match [default:
+    /// 1e-3 of each element plus 1e-7, as in ONNX]
     #[arg(long, value_name = "PART")]
     tolerance: Option<f64>,
     #[command(flatten)]
@@ -229,14 +230,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn info(args: &InfoArgs) -> anyhow::Result<()> {
     let found = inspect(&args.file.model, &args.file.dimensions(), &args.passes)?;
     let Inspection { opset, inputs, outputs, operators, rewritten, passes, unserved, .. } = &found;
-    let mut text = format!("operators of version {opset}\n");
+    let mut text = format!("opset {opset}\n");
     for (what, values) in [("input ", inputs), ("output", outputs)] {
         values.iter().for_each(|own| text += &format!("{what}  {own}\n"));
     }
     text += "\n| operator | nodes | after passes |\n| --- | ---: | ---: |\n";
     let names: std::collections::BTreeSet<_> = operators.keys().chain(rewritten.keys()).collect();
     for name in names {
-        let count = |of: &BTreeMap<String, usize>| of.get(name).copied().unwrap_or(0);
+        let count = |counts: &BTreeMap<String, usize>| counts.get(name).copied().unwrap_or(0);
         text += &format!("| {name} | {} | {} |\n", count(operators), count(rewritten));
     }
     text += "\n| pass | rewrites | looks for |\n| --- | ---: | --- |\n";
@@ -260,15 +261,15 @@ fn plan(args: &InfoArgs) -> anyhow::Result<()> {
     let mib = |bytes: u128| bytes as f64 / f64::from(1 << 20);
     let mut text = format!("constants   {:.2} MiB\n", mib(constants));
     text += &format!("inputs      {:.2} MiB\n", mib(inputs));
-    text += &format!("results     {:.2} MiB if each had its own memory\n", mib(results));
+    text += &format!("results     {:.2} MiB without sharing\n", mib(results));
     text += &format!(
-        "buffer      {:.2} MiB for {placed} of them; {:.2} MiB live at once\n",
+        "buffer      {:.2} MiB for {placed} results; peak of live results {:.2} MiB\n",
         mib(arena),
         mib(alive)
     );
     if unknown > 0 {
         text += &format!(
-            "{unknown} results have a size that only a run tells\nhint: set dimensions with --dim\n"
+            "{unknown} results have a size that is known only at run time\nhint: set dimensions with --dim\n"
         );
     }
     command::print(&text)?;
@@ -312,7 +313,7 @@ fn given(graph: &Graph, files: &[String]) -> anyhow::Result<Vec<TensorData>> {
             match name.clone().or(known) {
                 Some(name) => {
                     if named.insert(name.clone(), data).is_some() {
-                        bail!("input `{name}` is given twice\nhint: give it once");
+                        bail!("expected each input once, got `{name}` twice\nhint: remove one");
                     }
                 }
                 None => unnamed.push(data),
@@ -321,7 +322,7 @@ fn given(graph: &Graph, files: &[String]) -> anyhow::Result<Vec<TensorData>> {
     }
     if let Some(name) = named.keys().find(|name| !wanted.iter().any(|want| want.name == **name)) {
         let all: Vec<_> = wanted.iter().map(|want| want.name.as_str()).collect();
-        bail!("the graph has no input `{name}`\nhint: its inputs are {}", all.join(", "));
+        bail!("the graph has no input `{name}`\nhint: the inputs are {}", all.join(", "));
     }
     let mut unnamed = unnamed.into_iter();
     let inputs = wanted.iter().map(|want| {
@@ -336,7 +337,7 @@ fn given(graph: &Graph, files: &[String]) -> anyhow::Result<Vec<TensorData>> {
     });
     let inputs = inputs.collect::<anyhow::Result<Vec<_>>>()?;
     match unnamed.next() {
-        Some(_) => bail!("more inputs are given than the {} of the graph", wanted.len()),
+        Some(_) => bail!("expected at most {} inputs, got more", wanted.len()),
         None => Ok(inputs),
     }
 }
@@ -406,7 +407,7 @@ fn bench(args: &BenchArgs) -> anyhow::Result<()> {
 }
 
 const HEADER: &str = "\
-| model | dtype | batch | passes | ms a run | runs/s | p50 ms alone | p95 ms | first run s | buffer MiB |
+| model | dtype | batch | passes | ms per run | runs/s | p50 ms single | p95 ms single | first run s | buffer MiB |
 | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 ";
 
@@ -436,7 +437,7 @@ fn profile(args: &ProfileArgs) -> anyhow::Result<()> {
     let profile = graph.profile(graph.random(usize::from(*batch))?)?;
     if profile.trace.launches.is_empty() {
         bail!(
-            "the device recorded no kernels: Burn's CPU backend has none\nhint: profile with --backend cuda or vulkan"
+            "expected kernel launches in the trace, got none: the CPU backend has no kernels\nhint: use --backend cuda or vulkan"
         );
     }
     let busy = profile.trace.busy_ns();
@@ -459,7 +460,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     let all: Vec<_> = tests(folder)?.into_iter().filter(|own| own.name.contains(filter)).collect();
     if all.is_empty() {
         bail!(
-            "{} has no tests{}\nhint: give a folder with folders that hold model.onnx",
+            "{} has no tests{}\nhint: pass a folder whose subfolders contain model.onnx",
             folder.display(),
             match filter.is_empty() {
                 true => String::new(),

@@ -1,4 +1,4 @@
-//! ONNX graphs, imported from files and run with our kernels.
+//! ONNX graphs: reads files, and runs them with our kernels.
 //!
 //! ```no_run
 //! use flashover::onnx::{Graph, GraphOptions};
@@ -12,8 +12,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! A graph is rewritten by [passes](PASSES), its results share one planned buffer, and its kernels are captured once for each shape of
-//! its inputs and replayed. On the backend CPU it runs by Burn's own CPU backend, which compiles nothing.
+//! [Passes](PASSES) rewrite the graph, its results share one planned buffer, and its kernels are
+//! captured and replayed per set of input shapes. On the backend CPU, graphs run on Burn's own CPU
+//! backend, which compiles nothing.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -40,19 +41,19 @@ pub use ::onnx::{
 /// Settings of a graph.
 #[derive(Debug, Clone, Default)]
 pub struct GraphOptions {
-    /// Numbers for dimensions of the inputs that have names.
+    /// Lengths of named dimensions of the inputs.
     pub dimensions: BTreeMap<String, u64>,
-    /// Type of floats in place of f32. None keeps the types of the file.
+    /// Dtype that replaces f32. None keeps the dtypes of the file.
     pub dtype: Option<Compute>,
-    /// Names of nodes, or of values that they make, which keep f32.
+    /// Names of nodes, or of their outputs, that stay in f32.
     pub keep_f32: Vec<String>,
-    /// Passes that rewrite the graph.
+    /// Enabled graph passes.
     pub passes: Passes,
-    /// Policy for shapes without a tuned config. None takes `Policy::Default`.
+    /// Policy for shapes without a tuned config. None means `Policy::Default`.
     pub policy: Option<Policy>,
 }
 
-/// An error of loading a graph.
+/// An error of loading or running a graph.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GraphError {
@@ -65,11 +66,11 @@ pub enum GraphError {
     /// A device that failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// Another recording runs.
+    /// Another recording is active.
     #[error(transparent)]
     Recording(#[from] AlreadyRecording),
-    /// A type that graphs do not run in.
-    #[error("graphs run in f32, f16 or bf16, not in tf32\nhint: choose one of these")]
+    /// A dtype that graphs do not support.
+    #[error("expected f32, f16 or bf16 for a graph, got tf32\nhint: use f32")]
     Tf32,
 }
 
@@ -80,7 +81,7 @@ pub struct Graph {
     dtype: FloatDType,
 }
 
-/// Time of a run by operator and by node.
+/// Time of a run per operator and per node.
 #[derive(Debug, Clone)]
 pub struct GraphProfile {
     /// All recorded events.
@@ -94,10 +95,10 @@ pub struct GraphProfile {
 }
 
 impl Graph {
-    /// Reads a file and prepares its graph for a device.
+    /// Reads a file, and prepares its graph for a device.
     ///
     /// # Errors
-    /// [`GraphError`]. One report names every node that cannot run.
+    /// [`GraphError`]. One error lists every unsupported node.
     pub fn open(
         path: impl AsRef<Path>,
         device: &Device,
@@ -119,15 +120,16 @@ impl Graph {
         self.model.outputs()
     }
 
-    /// Returns random inputs of the declared types. Dimensions without a number have `length`.
+    /// Returns random inputs of the declared types. Dimensions without a fixed length get `length`.
     ///
     /// # Errors
-    /// [`OnnxError::Input`] for an input whose type is not known.
+    /// [`OnnxError::Input`] for an input without a declared dtype and rank.
     pub fn random(&self, length: usize) -> Result<Vec<TensorData>, OnnxError> {
         self.model.random(length)
     }
 
-    /// Runs the graph. Inputs are in the order of [`Graph::inputs`], outputs in that of [`Graph::outputs`].
+    /// Runs the graph. Inputs are in the order of [`Graph::inputs`], outputs in the order of
+    /// [`Graph::outputs`].
     ///
     /// # Errors
     /// [`OnnxError`].
@@ -135,7 +137,7 @@ impl Graph {
         self.model.run(inputs)
     }
 
-    /// Runs the graph again and again, and returns the time of each run.
+    /// Runs the graph repeatedly, and measures the runs.
     ///
     /// # Errors
     /// [`OnnxError`].
@@ -143,15 +145,15 @@ impl Graph {
         self.model.measure(inputs, times)
     }
 
-    /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
+    /// Returns the rewrites of each pass for inputs of these shapes, and the memory plan.
     ///
     /// # Errors
-    /// [`OnnxError::Invalid`] for a name in [`GraphOptions::keep_f32`] that no node has.
+    /// [`OnnxError`].
     pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
         self.model.plan(shapes)
     }
 
-    /// Runs a test of ONNX.
+    /// Runs an ONNX backend test.
     pub fn test(
         test: &Test,
         tolerance: Tolerance,
@@ -162,7 +164,7 @@ impl Graph {
         Ok(::onnx::conformance::check(test, tolerance, &own, &burn))
     }
 
-    /// Runs the graph twice as warm-up, and once more with every launch timed.
+    /// Runs the graph twice as warm-up, then once with every launch timed.
     ///
     /// # Errors
     /// [`GraphError`].
@@ -179,7 +181,7 @@ impl Graph {
     }
 }
 
-/// Returns the options of the crate `onnx`, and the device that graphs run on.
+/// Returns the options of the crate `onnx`, and the device for graphs.
 fn prepared(
     device: &Device,
     options: &GraphOptions,

@@ -1,5 +1,6 @@
-//! Writes Rust code of an ONNX graph at build time, by burn-onnx (burn-import under its new name). Convolutions, products, attention and
-//! norms call [`flashover::onnx::layers`](https://docs.rs/flashover), and with it the kernels of Flashover.
+//! Generates Rust code from an ONNX graph at build time, with burn-onnx (formerly burn-import).
+//! Convolutions, matmuls, attention and norms call
+//! [`flashover::onnx::layers`](https://docs.rs/flashover), which runs Flashover's kernels.
 //!
 //! ```no_run
 //! // build.rs
@@ -12,7 +13,7 @@
 //! }
 //! ```
 //!
-//! Weights of convolutions are written with their channels last, as the kernels read them.
+//! Filters of convolutions are stored channels-last, as the kernels read them.
 
 use burn_onnx::ModelGen;
 use burn_onnx::ext::proc_macro2::{Ident, Span, TokenStream};
@@ -24,7 +25,7 @@ use burn_onnx::ext::{
 use onnx_ir::attention::AttentionNode;
 use onnx_ir::node::padding::{AutoPad, PaddingConfig1d, PaddingConfig2d};
 
-/// Operators whose code calls our kernels.
+/// Operators whose generated code calls our kernels.
 const OURS: [NodeType; 9] = [
     NodeType::Conv1d,
     NodeType::Conv2d,
@@ -37,7 +38,7 @@ const OURS: [NodeType; 9] = [
     NodeType::InstanceNormalization,
 ];
 
-/// Returns a generator of burn-onnx with our code for the operators that have kernels of ours.
+/// Returns burn-onnx's generator, with our code for operators that have kernels of ours.
 pub fn generator() -> ModelGen {
     let mut generator = ModelGen::new();
     for op in OURS {
@@ -48,18 +49,18 @@ pub fn generator() -> ModelGen {
 
 struct Ours(NodeType);
 
-/// Weights of a node, which become a field of the model.
+/// Weights of a node, which become a field of the generated model.
 struct Weighted<'a> {
     name: &'a str,
-    /// Weight, then perhaps a bias.
+    /// Weight, then optionally a bias.
     inputs: &'a [Argument],
-    /// The weight is filters, whose channels go last.
+    /// True for filters of a convolution, which are stored channels-last.
     filters: bool,
 }
 
 impl<'a> Weighted<'a> {
-    /// Returns the weights of a node; none for an operator without weights.
-    fn of(node: &'a Node) -> Option<Self> {
+    /// Returns the weights of a node; None for an operator without weights.
+    fn from_node(node: &'a Node) -> Option<Self> {
         let (name, inputs, filters): (_, &[Argument], _) = match node {
             Node::Conv1d(own) => (&own.name, &own.inputs, true),
             Node::Conv2d(own) => (&own.name, &own.inputs, true),
@@ -76,14 +77,15 @@ impl<'a> Weighted<'a> {
         self.inputs.get(1).filter(|own| !own.is_optional())
     }
 
-    /// Returns true if the values are known at build time.
+    /// Returns true if the weights are constants.
     fn is_known(&self) -> bool {
         self.inputs[0].is_static() && self.bias().is_none_or(Argument::is_static)
     }
 
     fn shape(&self) -> Result<Vec<usize>, ProcessError> {
         let shape = self.inputs[0].ty.static_shape_known();
-        let mut shape = shape.ok_or_else(|| refused(self.name, "its weight has no shape"))?;
+        let mut shape =
+            shape.ok_or_else(|| refused(self.name, "the shape of its weight is unknown"))?;
         if self.filters {
             shape[1..].rotate_left(1);
         }
@@ -138,8 +140,8 @@ impl<'a> Weighted<'a> {
             None => quote! { None },
         };
         match self.filters {
-            true => quote! { &layers::Weights::of_filters(#weight, #bias) },
-            false => quote! { &layers::Weights::of(#weight, #bias) },
+            true => quote! { &layers::Weights::from_filters(#weight, #bias) },
+            false => quote! { &layers::Weights::from_tensors(#weight, #bias) },
         }
     }
 }
@@ -154,11 +156,11 @@ impl OpOverride for Ours {
     }
 
     fn field(&self, node: &Node) -> Result<Option<Field>, ProcessError> {
-        Weighted::of(node).map_or(Ok(None), |own| own.field())
+        Weighted::from_node(node).map_or(Ok(None), |own| own.field())
     }
 
     fn collect_tensors(&self, node: &Node, field: &str) -> Result<Vec<PackTensor>, ProcessError> {
-        Weighted::of(node).map_or(Ok(Vec::new()), |own| own.tensors(field))
+        Weighted::from_node(node).map_or(Ok(Vec::new()), |own| own.tensors(field))
     }
 
     fn forward(
@@ -171,7 +173,7 @@ impl OpOverride for Ours {
         }
         let (name, inputs, outputs) = (node.name(), node.inputs(), node.outputs());
         let (x, out) = (ctx.arg(&inputs[0]), arg_to_ident(&outputs[0]));
-        let weights = Weighted::of(node).map(|own| own.tokens(ctx));
+        let weights = Weighted::from_node(node).map(|own| own.tokens(ctx));
         let value = match node {
             Node::Conv1d(own) => {
                 let pads = match &own.config.padding {
@@ -194,8 +196,8 @@ impl OpOverride for Ours {
                 filters(&x, &weights, stride, &padding, dilation, own.config.groups)
             }
             Node::Linear(own) => {
-                let turned = own.config.transpose_weight;
-                quote! { layers::linear(#x, #weights, #turned) }
+                let transposed = own.config.transpose_weight;
+                quote! { layers::linear(#x, #weights, #transposed) }
             }
             Node::MatMul(_) => {
                 let b = ctx.arg(&inputs[1]);
@@ -204,11 +206,11 @@ impl OpOverride for Ours {
             }
             Node::Gemm(own) => {
                 let b = ctx.arg(&inputs[1]);
-                let turned = |own: TokenStream, is: i64| match is {
+                let transposed = |own: TokenStream, is: i64| match is {
                     0 => own,
                     _ => quote! { #own.transpose() },
                 };
-                let (a, b) = (turned(x, own.config.trans_a), turned(b, own.config.trans_b));
+                let (a, b) = (transposed(x, own.config.trans_a), transposed(b, own.config.trans_b));
                 let c = inputs.get(2).filter(|own| !own.is_optional());
                 let is_tensor = |own: &&Argument| matches!(own.ty, ArgType::Tensor(_));
                 let addend = match c.filter(is_tensor) {
@@ -230,7 +232,7 @@ impl OpOverride for Ours {
             }
             Node::LayerNormalization(own) => {
                 if outputs.iter().skip(1).any(|own| !own.is_optional()) {
-                    return Err(refused(name, "its mean and deviation are not supported"));
+                    return Err(refused(name, "outputs Mean and InvStdDev are not supported"));
                 }
                 let (rank, epsilon) = (inputs[0].ty.rank(), own.config.epsilon);
                 let first = own.config.axis.rem_euclid(rank as i64) as usize;
@@ -244,7 +246,7 @@ impl OpOverride for Ours {
                 let epsilon = own.config.epsilon;
                 quote! { layers::instance_norm(#x, #weights, #epsilon) }
             }
-            _ => return Err(refused(name, "it is none of ours")),
+            _ => return Err(refused(name, "expected an operator with kernels of ours")),
         };
         Ok(quote! { let #out = #value; })
     }
@@ -290,7 +292,10 @@ fn attention(
     let given = |at: usize| node.inputs.get(at).filter(|own| !own.is_optional());
     let made = |at: usize| node.outputs.get(at).filter(|own| !own.is_optional()).map(arg_to_ident);
     if made(3).is_some() || given(6).is_some() {
-        return Err(refused(&node.name, "its scores and lengths are not supported"));
+        return Err(refused(
+            &node.name,
+            "output qk_matmul_output and input nonpad_kv_seqlen are not supported",
+        ));
     }
     let [q, k, v] = [0, 1, 2].map(|at| ctx.arg(&node.inputs[at]));
     let mask = match given(3) {
@@ -330,7 +335,7 @@ fn attention(
     })
 }
 
-/// Moves the second dimension to the end.
+/// Moves the second dimension of filters to the end.
 fn channels_last(data: TensorData) -> TensorData {
     let shape = data.shape().to_vec();
     let (size, bytes) = (data.dtype().size(), data.as_bytes());

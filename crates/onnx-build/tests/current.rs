@@ -1,4 +1,5 @@
-//! The committed code of the example. `FLASHOVER_WRITE=1 cargo test -p flashover-onnx-build --test current` writes it anew.
+//! Checks that the committed code of the example is current. `FLASHOVER_WRITE=1 cargo test -p
+//! flashover-onnx-build --test current` regenerates it.
 
 use std::fs;
 

@@ -1,11 +1,11 @@
-//! Generated code, run: a small graph with every operator that calls our kernels.
+//! Runs generated code of a small graph with every operator that calls our kernels.
 
 use std::fs;
 
 use burn::tensor::{Bytes, Device, Distribution, Tensor};
 use flashover::onnx::{Graph, GraphOptions};
 
-/// Code that [`onnx_build::generator`] wrote.
+/// Code that [`onnx_build::generator`] generated.
 #[expect(unreachable_pub, reason = "burn-onnx writes a model for a module that is public")]
 mod example {
     include!("example/example.rs.in");

@@ -16,14 +16,14 @@ use crate::limits::must_fit;
 use crate::memo::{MOST_KEPT, Memo, count_copy};
 use crate::tensor;
 
-/// A tensor of any element type and rank.
+/// A tensor of any dtype and rank.
 ///
-/// Burn has no tensors without dimensions: those of rank 0 lie in one of shape `[1]`.
+/// Burn has no scalars: a tensor of rank 0 is stored with shape `[1]`.
 #[derive(Debug, Clone)]
 pub(crate) struct Array {
     tensor: DispatchTensor,
     is_scalar: bool,
-    /// Its elements, of a small constant on a device.
+    /// Elements of a small constant on a device.
     known: Option<Arc<TensorData>>,
 }
 
@@ -31,7 +31,7 @@ pub(crate) fn is_host(device: &DispatchDevice) -> bool {
     matches!(device, DispatchDevice::Flex(_))
 }
 
-/// Family of an element type: each has operations of its own.
+/// Kind of a dtype; each kind has its own operations in Burn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Float,
@@ -39,7 +39,7 @@ pub(crate) enum Kind {
     Bool,
 }
 
-/// Returns the family of an element type.
+/// Returns the kind of a dtype.
 pub(crate) fn kind(dtype: DType) -> Kind {
     match dtype {
         DType::Bool(_) => Kind::Bool,
@@ -48,7 +48,7 @@ pub(crate) fn kind(dtype: DType) -> Kind {
     }
 }
 
-/// Calls the operation of the family of a tensor, which returns a tensor of the same family.
+/// Calls the operation for the kind of a tensor; the result has the same kind.
 macro_rules! same {
     ($of:expr, $float:ident, $int:ident, $bool:ident, |$tensor:ident| ($($arg:expr),*)) => {{
         let own = $of.kind();
@@ -64,8 +64,8 @@ macro_rules! same {
 }
 
 impl Array {
-    /// Takes a tensor of Burn.
-    pub(crate) const fn of(tensor: DispatchTensor) -> Self {
+    /// Wraps a tensor of Burn.
+    pub(crate) const fn from_dispatch(tensor: DispatchTensor) -> Self {
         Self::new(tensor, false)
     }
 
@@ -73,7 +73,7 @@ impl Array {
         Self { tensor, is_scalar, known: None }
     }
 
-    /// Copies a constant to a device, and keeps its elements on the host, too.
+    /// Copies a constant to a device, and also keeps its elements on the host.
     pub(crate) fn from_constant(data: TensorData, device: &DispatchDevice) -> Self {
         let known = (!is_host(device)).then(|| Arc::new(data.clone()));
         Self { known, ..Self::from_data(data, device) }
@@ -95,7 +95,7 @@ impl Array {
         count_copy(device);
         let shape = data.shape().to_vec();
         let dtype = data.dtype();
-        // Burn pads the rows of matrices on CUDA; vectors have none.
+        // Burn pads the rows of matrices on CUDA, but not vectors.
         let count = data.num_elements();
         let data = reshaped(data, vec![count]);
         let tensor = match kind(dtype) {
@@ -106,12 +106,12 @@ impl Array {
                 Dispatch::bool_from_data(data.convert_dtype(stored), device)
             }
         };
-        Self::of(tensor).reshape(&shape)
+        Self::from_dispatch(tensor).reshape(&shape)
     }
 
-    /// Takes a tensor of Burn.
-    pub(crate) fn of_tensor<const D: usize>(tensor: Tensor<D>) -> Self {
-        Self::of(tensor.into_dispatch())
+    /// Wraps a tensor of Burn.
+    pub(crate) fn from_tensor<const D: usize>(tensor: Tensor<D>) -> Self {
+        Self::from_dispatch(tensor.into_dispatch())
     }
 
     /// Returns a tensor of Burn with a fixed rank. Missing dimensions of length 1 come first.
@@ -122,7 +122,7 @@ impl Array {
         Tensor::from_dispatch(self.reshape(&shape).tensor)
     }
 
-    /// Returns an image of rank 3 or 4 whose channels come last in memory, on a device with our kernels.
+    /// Stores an image of rank 3 or 4 channels-last, on a device with our kernels.
     ///
     /// # Errors
     /// The device failed.
@@ -130,17 +130,17 @@ impl Array {
         let shape = self.shape();
         let order: Vec<usize> = [0].into_iter().chain(2..shape.len()).chain([1]).collect();
         let back: Vec<usize> = [0, shape.len() - 1].into_iter().chain(1..shape.len() - 1).collect();
-        let turned = self.permute(&order);
-        let own = turned.shape();
-        let dense = ops::contiguous(turned.tensor::<4>()).map_err(|why| why.to_string())?;
-        Ok(Self::of_tensor(dense).reshape(&own).permute(&back))
+        let permuted = self.permute(&order);
+        let own = permuted.shape();
+        let dense = ops::contiguous(permuted.tensor::<4>()).map_err(|why| why.to_string())?;
+        Ok(Self::from_tensor(dense).reshape(&own).permute(&back))
     }
 
     pub(crate) fn is_on_host(&self) -> bool {
         is_host(&self.device())
     }
 
-    /// Returns true if the elements can be read without a copy from a device.
+    /// Returns true if the elements can be read without a copy from the device.
     pub(crate) fn is_known(&self) -> bool {
         self.known.is_some() || self.is_on_host()
     }
@@ -148,7 +148,7 @@ impl Array {
     /// Replaces the elements in place.
     ///
     /// # Errors
-    /// The device failed, or has no kernels of ours.
+    /// The device failed, or our kernels do not run on it.
     pub(crate) fn overwrite(&self, data: TensorData) -> Result<(), String> {
         ops::overwrite(&self.tensor, data.convert_dtype(self.tensor.dtype()))
             .map_err(|why| why.to_string())
@@ -198,7 +198,7 @@ impl Array {
         Ok(if self.is_scalar { reshaped(data, Vec::new()) } else { data })
     }
 
-    /// Returns a tensor of one value of a type.
+    /// Returns a tensor filled with a value.
     pub(crate) fn full(
         shape: &[usize],
         value: Scalar,
@@ -223,12 +223,12 @@ impl Array {
     /// Returns 0, 1, … as i64.
     pub(crate) fn arange(to: usize, device: &DispatchDevice) -> Self {
         must_fit(&[to], DType::I64, device);
-        Self::of(Dispatch::int_arange(0..to as i64, device, IntDType::I64))
+        Self::from_dispatch(Dispatch::int_arange(0..to as i64, device, IntDType::I64))
     }
 
     pub(crate) fn dtype(&self) -> DType {
         match self.tensor.dtype() {
-            // Some operations of Burn take bools for bytes.
+            // Some operations of Burn return bools with the dtype of bytes.
             own if self.kind() == Kind::Bool && kind(own) != Kind::Bool => tensor::BOOL,
             own => own,
         }
@@ -258,7 +258,7 @@ impl Array {
         self.tensor.shape().num_elements()
     }
 
-    /// Returns Burn's tensor, for one of its operations.
+    /// Returns Burn's tensor.
     pub(crate) fn into_inner(self) -> DispatchTensor {
         self.tensor
     }
@@ -277,7 +277,7 @@ impl Array {
         Self::new(own.tensor, shape.is_empty())
     }
 
-    /// Reorders the dimensions: dimension `at` of the result is dimension `axes[at]`.
+    /// Permutes the dimensions: dimension `at` of the result is `axes[at]`.
     pub(crate) fn permute(self, axes: &[usize]) -> Self {
         match self.is_scalar || axes.iter().copied().eq(0..axes.len()) {
             true => self,
@@ -285,12 +285,12 @@ impl Array {
         }
     }
 
-    /// Returns the dimensions in the order in which they lie on a device with our kernels, outermost first.
+    /// Returns the dimensions in memory order, outermost first.
     pub(crate) fn order(&self) -> Vec<usize> {
         ops::order(&self.tensor).unwrap_or_else(|| (0..self.rank()).collect())
     }
 
-    /// Repeats dimensions of length 1, and adds dimensions in front, as NumPy broadcasts.
+    /// Broadcasts to a shape like NumPy.
     pub(crate) fn expand(self, shape: &[usize]) -> Self {
         if self.shape() == shape {
             return self;
@@ -311,7 +311,7 @@ impl Array {
         same!(self, float_slice, int_slice, bool_slice, |tensor| (tensor, ranges))
     }
 
-    /// Takes a range of each dimension without a copy, where that is possible.
+    /// Takes a range of each dimension without a copy, if possible.
     fn part(&self, ranges: &[Slice]) -> Option<Self> {
         let mut tensor = self.tensor.clone();
         for (axis, (range, len)) in ranges.iter().zip(self.shape()).enumerate() {
@@ -326,7 +326,7 @@ impl Array {
     /// Takes `from..to` of a dimension.
     pub(crate) fn narrow(self, axis: usize, from: usize, to: usize) -> Self {
         if let Some(tensor) = ops::narrowed(&self.tensor, axis, from, to) {
-            return Self::of(tensor);
+            return Self::from_dispatch(tensor);
         }
         let ranges: Vec<Slice> = self
             .shape()
@@ -338,12 +338,12 @@ impl Array {
         self.slice(&ranges)
     }
 
-    /// Joins tensors along a dimension.
+    /// Concatenates tensors along a dimension.
     pub(crate) fn concat(all: Vec<Self>, axis: usize) -> Self {
         let all = Self::together(all);
         let own = all[0].kind();
         let all: Vec<_> = all.into_iter().map(Self::into_inner).collect();
-        Self::of(match own {
+        Self::from_dispatch(match own {
             Kind::Float => Dispatch::float_cat(all, axis),
             Kind::Int => Dispatch::int_cat(all, axis),
             Kind::Bool => Dispatch::bool_cat(all, axis),
@@ -377,7 +377,7 @@ impl Array {
         same!(self, float_gather, int_gather, bool_gather, |tensor| (axis, tensor, indices))
     }
 
-    /// Takes elements of `other` where the mask is true.
+    /// Replaces elements by those of `other` where the mask is true.
     pub(crate) fn replaced(self, mask: Self, other: Self) -> Self {
         let [own, mask, other] = Self::together([self, mask, other]);
         own.replaced_here(mask, other)
@@ -390,7 +390,7 @@ impl Array {
         ))
     }
 
-    /// Converts to another element type: towards 0, and to a bool whether it is not 0.
+    /// Converts to another dtype: truncates to integers; 0 becomes false.
     pub(crate) fn cast(self, dtype: DType) -> Self {
         let (have, is_scalar, device) = (self.dtype(), self.is_scalar, self.device());
         if have == dtype || (kind(have), kind(dtype)) == (Kind::Bool, Kind::Bool) {
@@ -425,9 +425,10 @@ impl Array {
     /// Returns the elements as lengths or counts.
     ///
     /// # Errors
-    /// One is negative.
+    /// An element is negative.
     pub(crate) fn lengths(&self) -> Result<Vec<usize>, String> {
-        let each = |own: i64| usize::try_from(own).map_err(|_| format!("{own} is no length"));
+        let negative = |own: i64| format!("expected a length of 0 or more, got {own}");
+        let each = |own: i64| usize::try_from(own).map_err(|_| negative(own));
         self.ints()?.into_iter().map(each).collect()
     }
 
@@ -439,7 +440,7 @@ impl Array {
         Ok(self.to_data()?.iter::<f64>().collect())
     }
 
-    /// Brings tensors to one device: to the host if all are known there, and to the device otherwise.
+    /// Moves tensors to one device: the host if it knows all of them.
     pub(crate) fn together<T: AsMut<[Self]>>(mut all: T) -> T {
         let each = all.as_mut();
         let away = |own: &Self| !is_host(&own.device());
@@ -478,7 +479,7 @@ fn reshaped(data: TensorData, shape: Vec<usize>) -> TensorData {
     TensorData::from_bytes(data.into_bytes(), shape, dtype)
 }
 
-/// Returns the shape that tensors broadcast to, as in NumPy; none if they do not.
+/// Returns the shape that shapes broadcast to, as in NumPy; None if they do not.
 pub(crate) fn broadcast(shapes: &[Vec<usize>]) -> Option<Vec<usize>> {
     let rank = shapes.iter().map(Vec::len).max().unwrap_or(0);
     (0..rank)
@@ -493,24 +494,24 @@ pub(crate) fn broadcast(shapes: &[Vec<usize>]) -> Option<Vec<usize>> {
         .collect()
 }
 
-/// Returns Burn's float type of an element type.
+/// Converts a dtype to Burn's float dtype.
 pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     dtype.into()
 }
 
-/// Returns Burn's int type of an element type.
+/// Converts a dtype to Burn's integer dtype.
 pub(crate) fn int_dtype(dtype: DType) -> IntDType {
     dtype.into()
 }
 
-/// Returns the form of bools on a device.
+/// Returns the dtype of bools on a device.
 pub(crate) fn bool_dtype(device: &DispatchDevice) -> BoolDType {
     burn::backend::get_or_init_device_settings::<Dispatch>(device).bool_dtype
 }
 
-/// Arithmetic. Operands have the same element type, and broadcast.
+/// Arithmetic. Operands have one dtype, and broadcast.
 impl Array {
-    /// Brings two tensors to the same rank.
+    /// Pads two tensors to the same rank.
     fn aligned(self, other: Self) -> (DispatchTensor, DispatchTensor, bool) {
         let [one, other] = Self::together([self, other]);
         one.aligned_here(other)
@@ -532,7 +533,7 @@ impl Array {
         (padded(self), padded(other), is_scalar)
     }
 
-    /// Computes with two tensors of numbers.
+    /// Applies a binary operation on numbers.
     pub(crate) fn numbers(
         self,
         other: Self,
@@ -557,12 +558,12 @@ impl Array {
         self.numbers(other, Dispatch::float_mul, Dispatch::int_mul)
     }
 
-    /// Divides; integers towards 0.
+    /// Divides; integer division truncates.
     pub(crate) fn over(self, other: Self) -> Self {
         self.numbers(other, Dispatch::float_div, Dispatch::int_div)
     }
 
-    /// Computes with a number.
+    /// Applies a binary operation with a scalar.
     fn with(
         self,
         value: f64,
@@ -598,7 +599,7 @@ impl Array {
         Self::new(run(self.tensor), self.is_scalar)
     }
 
-    /// Compares two tensors.
+    /// Compares two tensors elementwise.
     pub(crate) fn compared(self, other: Self, by: Order) -> Self {
         let (own, stored) = (self.kind(), bool_dtype(&self.device()));
         let (lhs, rhs, is_scalar) = self.aligned(other);
@@ -617,13 +618,13 @@ impl Array {
         Self::new(tensor, is_scalar)
     }
 
-    /// Compares with a number.
+    /// Returns true for elements greater than a number.
     pub(crate) fn above(self, value: f64) -> Self {
         let other = Self::full(&[], scalar_of(value, self.dtype()), self.dtype(), &self.device());
         self.compared(other, Order::Greater)
     }
 
-    /// Computes with two tensors of bools.
+    /// Applies a binary operation on bools.
     pub(crate) fn bools(
         self,
         other: Self,
@@ -637,10 +638,10 @@ impl Array {
         Self::new(Dispatch::bool_not(self.tensor), self.is_scalar)
     }
 
-    /// Takes elements of `yes` where this is true, and of `no` elsewhere; all broadcast.
+    /// Selects `yes` where this is true, and `no` otherwise; all broadcast.
     ///
     /// # Errors
-    /// They do not.
+    /// The shapes do not broadcast.
     pub(crate) fn choose(self, yes: Self, no: Self) -> Result<Self, String> {
         let shapes = [self.shape(), yes.shape(), no.shape()];
         let shape = broadcast(&shapes).ok_or_else(|| format!("{shapes:?} do not broadcast"))?;
@@ -649,7 +650,7 @@ impl Array {
     }
 }
 
-/// Order of two elements.
+/// Comparison of two elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
     Equal,
@@ -657,7 +658,7 @@ pub(crate) enum Order {
     GreaterOrEqual,
 }
 
-/// Returns a number as a scalar of an element type.
+/// Returns a number as a scalar of a dtype.
 pub(crate) fn scalar_of(value: f64, dtype: DType) -> Scalar {
     match kind(dtype) {
         Kind::Float => Scalar::Float(value),

@@ -1,4 +1,4 @@
-//! Official tests of ONNX: a folder for each, with a model, inputs and expected outputs.
+//! ONNX backend tests: one folder per test, with a model, inputs and expected outputs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,29 +6,30 @@ use std::path::{Path, PathBuf};
 use crate::{Model, OnnxError, Options, ValueType, decode_tensor};
 use burn::tensor::{DType, Device, TensorData};
 
-/// End of a test.
+/// Outcome of a test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// All outputs are as expected.
+    /// All outputs match.
     Passed,
-    /// The model is not supported, for this reason.
+    /// The model is not supported, with the reason.
     Refused(String),
-    /// The model ran, and failed.
+    /// The run failed, with the reason.
     Failed(String),
-    /// An output differs.
+    /// An output differs from the expected one.
     Wrong(String),
 }
 
 /// A test.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Test {
-    /// Its name: that of its folder, or of its file.
+    /// Name of its folder or file.
     pub name: String,
-    /// Its folder, with a model and data; or a model `light_NAME.onnx` with outputs beside it.
+    /// Its folder with a model and data, or a model `light_NAME.onnx` with outputs in the same
+    /// folder.
     pub path: PathBuf,
 }
 
-/// Returns the tests in a folder and in those within it, by name.
+/// Returns the tests in a folder and its subfolders, sorted by name.
 ///
 /// # Errors
 /// [`OnnxError::Read`].
@@ -48,19 +49,20 @@ pub fn tests(root: &Path) -> Result<Vec<Test>, OnnxError> {
     Ok(found)
 }
 
-/// Returns true for a model of the suite `light`, whose folder holds the outputs and whose inputs have a rule.
+/// Returns true for a model of the suite `light`, whose inputs are computed and whose outputs are
+/// in its folder.
 fn is_light(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.starts_with("light_") && name.ends_with(".onnx")
 }
 
-/// Largest difference of a test.
+/// Tolerance of a test.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Tolerance {
-    /// 1e-3 of each expected number and 1e-7, as ONNX has it.
+    /// 1e-3 of each expected element plus 1e-7, as in ONNX.
     Onnx,
-    /// Part of the largest number of an output. The largest number of each row has its expected place, unless the row
-    /// has another number there that is as large within the tolerance.
+    /// Tolerance relative to the largest element of an output. The argmax of each row must match,
+    /// unless both elements are equal within the tolerance.
     OfLargest(f64),
 }
 
@@ -89,7 +91,7 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
         .collect();
     sets.sort();
     if sets.is_empty() {
-        return Outcome::Refused("it has no data".to_owned());
+        return Outcome::Refused("the test has no data sets".to_owned());
     }
     for set in sets {
         let all = |kind: &str| -> Result<Vec<TensorData>, OnnxError> {
@@ -98,7 +100,9 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
         };
         let outcome = match (all("input"), all("output")) {
             (Ok(inputs), Ok(expected)) => outcome(&model, tolerance, inputs, expected),
-            (Err(why), _) | (_, Err(why)) => Outcome::Failed(format!("its data: {why}")),
+            (Err(why), _) | (_, Err(why)) => {
+                Outcome::Failed(format!("cannot read its data: {why}"))
+            }
         };
         if outcome != Outcome::Passed {
             return outcome;
@@ -107,7 +111,7 @@ pub fn check(test: &Test, tolerance: Tolerance, options: &Options, device: &Devi
     Outcome::Passed
 }
 
-/// Returns the input of a light model: its elements are i / count.
+/// Returns the input of a light model, with elements i / count.
 fn counted(input: &ValueType) -> TensorData {
     let shape = input.shape.iter().flatten().map(|own| own.parse().unwrap_or(1));
     let shape: Vec<usize> = shape.collect();
@@ -116,7 +120,7 @@ fn counted(input: &ValueType) -> TensorData {
     TensorData::new(each.collect::<Vec<_>>(), shape)
 }
 
-/// Runs a model, and compares its outputs.
+/// Runs a model and compares its outputs.
 fn outcome(
     model: &Model,
     tolerance: Tolerance,
@@ -129,7 +133,7 @@ fn outcome(
     };
     if outputs.len() != expected.len() {
         let (have, want) = (outputs.len(), expected.len());
-        return Outcome::Wrong(format!("it has {have} outputs, expected {want}"));
+        return Outcome::Wrong(format!("expected {want} outputs, got {have}"));
     }
     for (at, (have, want)) in outputs.iter().zip(&expected).enumerate() {
         if let Some(why) = difference(have, want, tolerance) {
@@ -145,16 +149,16 @@ fn read(path: &Path) -> Result<TensorData, OnnxError> {
     decode_tensor(&bytes).map(|own| own.1)
 }
 
-/// Returns how outputs differ, beyond a tolerance.
+/// Describes the difference of two outputs; None within the tolerance.
 fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Option<String> {
     if have.shape() != want.shape() {
-        return Some(format!("its shape is {:?}, expected {:?}", have.shape(), want.shape()));
+        return Some(format!("expected shape {:?}, got {:?}", want.shape(), have.shape()));
     }
     let same = |have: DType, want: DType| {
         have == want || matches!((have, want), (DType::Bool(_), DType::Bool(_)))
     };
     if !same(have.dtype(), want.dtype()) {
-        return Some(format!("its type is {:?}, expected {:?}", have.dtype(), want.dtype()));
+        return Some(format!("expected dtype {:?}, got {:?}", want.dtype(), have.dtype()));
     }
     if !want.dtype().is_float() {
         let [have, want] = [have, want].map(integers);
@@ -169,7 +173,7 @@ fn difference(have: &TensorData, want: &TensorData, tolerance: Tolerance) -> Opt
             let wrong = (0..want.len()).find(|at| !close(at))?;
             Some(format!("element {wrong} is {}, expected {}", have[wrong], want[wrong]))
         }
-        Tolerance::OfLargest(part) => of_largest(&have, &want, width, part),
+        Tolerance::OfLargest(part) => compare_to_largest(&have, &want, width, part),
     }
 }
 
@@ -184,13 +188,13 @@ fn equal(have: f64, want: f64, within: f64) -> bool {
     have == want || (have.is_nan() && want.is_nan()) || (have - want).abs() <= within
 }
 
-/// Returns the element that differs most, if by more than a part of the largest number, and the rows whose largest number moved.
-fn of_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<String> {
+/// Describes the element with the largest difference, relative to the largest element, and counts
+/// rows with another argmax; None within the tolerance.
+fn compare_to_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<String> {
     let most = want.iter().fold(0.0, |most: f64, own| most.max(own.abs()));
     let close = |have: f64, want: f64| equal(have, want, part * most);
     let rows = have.chunks(width).zip(want.chunks(width));
-    let moved = rows
-        .filter(|(have, want)| !close(want[place_of_largest(have)], want[place_of_largest(want)]));
+    let moved = rows.filter(|(have, want)| !close(want[argmax(have)], want[argmax(want)]));
     let moved = moved.count();
     let apart = |at: &usize| {
         if equal(have[*at], want[*at], 0.0) { 0.0 } else { (have[*at] - want[*at]).abs() }
@@ -208,7 +212,7 @@ fn of_largest(have: &[f64], want: &[f64], width: usize, part: f64) -> Option<Str
     ))
 }
 
-fn place_of_largest(row: &[f64]) -> usize {
+fn argmax(row: &[f64]) -> usize {
     (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0)
 }
 
@@ -223,17 +227,19 @@ mod tests {
     #[test]
     fn a_tolerance_is_a_part_of_the_largest_number_and_rows_keep_the_place_of_theirs() {
         let want = rows([1.0, 1.05, 100.0, 3.0]);
-        let of = |have, part| difference(&rows(have), &want, Tolerance::OfLargest(part));
-        assert_eq!(of([1.1, 1.05, 100.0, 3.0], 1e-2), None);
+        let differs = |have, part| difference(&rows(have), &want, Tolerance::OfLargest(part));
+        assert_eq!(differs([1.1, 1.05, 100.0, 3.0], 1e-2), None);
         assert_eq!(
-            of([1.0, 1.05, 98.0, 3.0], 1e-2).unwrap(),
+            differs([1.0, 1.05, 98.0, 3.0], 1e-2).unwrap(),
             "element 2 is 98, expected 100: 2.0e-2 of the largest; 0 of 2 rows are largest elsewhere"
         );
-        assert!(of([f32::NAN, 1.05, 100.0, 3.0], 1e-2).is_some());
+        assert!(differs([f32::NAN, 1.05, 100.0, 3.0], 1e-2).is_some());
         let want = rows([1.0, 10.0, 10.0, 0.0]);
-        let of = |have| difference(&rows(have), &want, Tolerance::OfLargest(0.6));
-        assert_eq!(of([5.0, 6.0, 10.0, 0.0]), None);
-        assert!(of([7.0, 6.0, 10.0, 0.0]).unwrap().ends_with("1 of 2 rows are largest elsewhere"));
+        let differs = |have| difference(&rows(have), &want, Tolerance::OfLargest(0.6));
+        assert_eq!(differs([5.0, 6.0, 10.0, 0.0]), None);
+        assert!(
+            differs([7.0, 6.0, 10.0, 0.0]).unwrap().ends_with("1 of 2 rows are largest elsewhere")
+        );
         let onnx = |have| difference(&rows(have), &want, Tolerance::Onnx);
         assert_eq!(onnx([1.0, 10.005, 10.0, 0.0]), None);
         assert!(onnx([1.0, 10.02, 10.0, 0.0]).is_some());

@@ -1,4 +1,4 @@
-//! Devices of a model, and the constants that lie on them.
+//! Devices of a model, and the constants on them.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,49 +11,49 @@ use ops::Ctx;
 
 use crate::array::{Array, scalar_of};
 use crate::ops::Packed;
-use crate::ops::fused::WIDE;
+use crate::ops::fused::PADDED_CHANNELS;
 use crate::tensor::Constant;
 
-/// Most elements of a constant that is no weight, but a factor, a mask or a limit.
+/// Maximum elements of a constant that is a factor, mask or limit, not a weight.
 const SMALL: usize = 4096;
 
-/// Device of a model, and what all of its runs share.
+/// Devices of a model, and the state that its runs share.
 pub(crate) struct Devices {
-    /// Device of results.
+    /// Device of the results.
     pub(crate) device: DispatchDevice,
-    /// Host memory, for shapes.
+    /// Host device, for shapes.
     pub(crate) host: DispatchDevice,
     /// Context of our kernels.
     pub(crate) ctx: Ctx,
-    /// True to keep constants, for other graphs of the model.
+    /// True to cache constants for other graphs of the model.
     keeps: bool,
-    /// Constants on the device. All graphs of a model share them.
+    /// Constants on the device, shared by all graphs of the model.
     constants: Mutex<HashMap<Key, (Constant, Array)>>,
-    /// Matrices of few bits, by their numbers, their part and the type of the products.
+    /// Quantised weights, by number, part and dtype of the matmul.
     packed: Mutex<HashMap<(i64, usize, DType), Packed>>,
 }
 
-/// A constant as it lies on the device.
+/// Key of a constant on the device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     /// Address of its bytes, which the map keeps alive.
     address: usize,
     shape: Vec<usize>,
     dtype: DType,
-    form: Form,
+    layout: Layout,
 }
 
-/// Order of the elements of a constant.
+/// Memory layout of a constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Form {
+pub(crate) enum Layout {
     Dense,
-    /// The second dimension is the last one in memory, as convolutions read their filters.
+    /// The second dimension is innermost, as convolutions read filters.
     ChannelsLast,
-    /// As [`Form::ChannelsLast`], with zeros as further channels.
-    Widened,
+    /// [`Layout::ChannelsLast`], with channels padded by zeros.
+    PaddedChannels,
 }
 
-/// Returns the device of host memory: Burn's own CPU backend.
+/// Returns the host device: Burn's own CPU backend.
 pub(crate) const fn host() -> DispatchDevice {
     DispatchDevice::Flex(FlexDevice)
 }
@@ -63,10 +63,10 @@ pub(crate) const fn has_kernels(device: &DispatchDevice) -> bool {
     matches!(device, DispatchDevice::Cube(_))
 }
 
-/// Returns filters `[filters, channels, …]` with zeros as further channels, [`WIDE`] in all.
-fn widened(filters: Array) -> Array {
+/// Pads filters `[filters, channels, …]` with zeros to [`PADDED_CHANNELS`] channels.
+fn pad_channels(filters: Array) -> Array {
     let (mut shape, dtype) = (filters.shape(), filters.dtype());
-    shape[1] = WIDE - shape[1];
+    shape[1] = PADDED_CHANNELS - shape[1];
     let zeros = Array::full(&shape, scalar_of(0.0, dtype), dtype, &filters.device());
     Array::concat(vec![filters, zeros], 1)
 }
@@ -77,7 +77,7 @@ impl Devices {
         Self { device, host: host(), ctx, keeps: true, constants, packed }
     }
 
-    /// Returns host memory only. All models share it.
+    /// Returns the host device only, shared by all models.
     pub(crate) fn host() -> Arc<Self> {
         static HOST: LazyLock<Arc<Devices>> = LazyLock::new(|| {
             Arc::new(Devices { keeps: false, ..Devices::new(host(), Ctx::default()) })
@@ -90,17 +90,17 @@ impl Devices {
         has_kernels(&self.device)
     }
 
-    /// Returns true if the device computes with a type. SPIR-V has no exponential and no sine of f64, and a shader with one ends the
-    /// device.
+    /// Returns true if the device supports a dtype. SPIR-V has no exp and sin in f64, and a shader
+    /// that uses them loses the device.
     pub(crate) fn has(&self, dtype: DType) -> bool {
         let spirv = matches!(self.device, DispatchDevice::Cube(CubeDevice::Wgpu(_)));
         !(spirv && dtype == DType::F64) && Dispatch::supports_dtype(&self.device, dtype)
     }
 
-    /// Returns a matrix of few bits, which is made once.
+    /// Returns a quantised weight, which is created once.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub(crate) fn packed(
         &self,
         key: (i64, usize, DType),
@@ -117,7 +117,7 @@ impl Devices {
         Ok(own)
     }
 
-    /// Returns a constant as elements of a type, on the device.
+    /// Returns a constant on the device, with a dtype and layout.
     ///
     /// # Errors
     /// The device failed.
@@ -125,31 +125,31 @@ impl Devices {
         &self,
         constant: &Constant,
         dtype: DType,
-        form: Form,
+        layout: Layout,
     ) -> Result<Array, String> {
         let shape = constant.shape.clone();
-        let key = Key { address: constant.bytes().as_ptr().addr(), shape, dtype, form };
+        let key = Key { address: constant.bytes().as_ptr().addr(), shape, dtype, layout };
         let mut constants = self.constants.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, array)) = constants.get(&key) {
             return Ok(array.clone());
         }
         let mut data = constant.data();
         if dtype == DType::F16 && data.dtype() == DType::F32 && constant.count() <= SMALL {
-            // Large numbers that stand for infinity stay numbers: 0 · ∞ would be none.
+            // Large finite numbers stay finite: 0 · ∞ would be NaN.
             let most = f32::from(half::f16::MAX);
             let near = |own: f32| if own.is_finite() { own.clamp(-most, most) } else { own };
             data = TensorData::new(data.iter::<f32>().map(near).collect(), constant.shape.clone());
         }
-        // Places and lengths are read on the host.
+        // Indices and lengths are read on the host.
         let known = constant.count() <= SMALL || !dtype.is_float();
         let array = match known && data.dtype() == dtype {
             true => Array::from_constant(data, &self.device),
             false => Array::from_data(data, &self.device).cast(dtype),
         };
-        let array = match form {
-            Form::Dense => array,
-            Form::ChannelsLast => array.channels_last()?,
-            Form::Widened => widened(array).channels_last()?,
+        let array = match layout {
+            Layout::Dense => array,
+            Layout::ChannelsLast => array.channels_last()?,
+            Layout::PaddedChannels => pad_channels(array).channels_last()?,
         };
         if self.keeps {
             constants.insert(key, (constant.clone(), array.clone()));

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::graph::Node;
 
-/// An error of reading an ONNX file.
+/// An error of reading or running an ONNX model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OnnxError {
@@ -19,8 +19,8 @@ pub enum OnnxError {
         /// The reason.
         why: io::Error,
     },
-    /// A file that is no ONNX model, or that ends too early.
-    #[error("{} is no ONNX model: {why}\nhint: check that the file is complete", path.display())]
+    /// A file that is not an ONNX model, or is truncated.
+    #[error("cannot read {} as an ONNX model: {why}\nhint: check that the file is complete", path.display())]
     Decode {
         /// The file.
         path: PathBuf,
@@ -30,6 +30,12 @@ pub enum OnnxError {
     /// A model that contradicts itself or the specification.
     #[error("the model is invalid: {0}")]
     Invalid(String),
+    /// An argument that does not fit the model: the name of a pass or node, or the number of inputs.
+    #[error("{0}")]
+    Argument(String),
+    /// A device that failed.
+    #[error("the device failed: {0}")]
+    Device(String),
     /// A tensor whose data do not match its type and shape.
     #[error("tensor `{name}`: {why}")]
     Tensor {
@@ -38,25 +44,24 @@ pub enum OnnxError {
         /// The reason.
         why: String,
     },
-    /// A version of operators that is not known.
+    /// An opset that is not supported.
     #[error(
-        "the model uses version {version} of the operators of `{domain}`, and versions {least} to {most} are known\nhint: export \
-         it with another opset"
+        "expected opset {least} to {most} of domain `{domain}`, got {version}\nhint: export the model with another opset"
     )]
     Opset {
         /// The domain.
         domain: String,
-        /// The version of the model.
+        /// The opset of the model.
         version: i64,
-        /// Least version that is known.
+        /// Oldest supported opset.
         least: i64,
-        /// Greatest version that is known.
+        /// Newest supported opset.
         most: i64,
     },
-    /// A size of a model beyond a limit.
-    #[error("the model has {have} {what}, and at most {most} are read")]
+    /// A model that exceeds a limit of size.
+    #[error("expected at most {most} {what}, got {have}")]
     Limit {
-        /// The parts that are counted.
+        /// The counted parts.
         what: &'static str,
         /// Their number.
         have: usize,
@@ -66,10 +71,10 @@ pub enum OnnxError {
     /// Nodes that cannot run.
     #[error("{} of the model cannot run:\n{}", count(.0.len()), lines(.0))]
     Unserved(Vec<Fault>),
-    /// A node that failed in a run.
+    /// A node that failed when it ran.
     #[error("{0}")]
     Node(Fault),
-    /// An input that the model cannot take.
+    /// An input with another dtype or shape than the model declares.
     #[error("input `{name}`: {why}")]
     Input {
         /// Its name.
@@ -77,12 +82,15 @@ pub enum OnnxError {
         /// The reason.
         why: String,
     },
-    /// A dimension that no input has.
-    #[error("no input has a dimension named `{name}`\nhint: its names are {}", list(have))]
+    /// A dimension name that no input has.
+    #[error(
+        "no input has a dimension named `{name}`\nhint: the named dimensions are {}",
+        list(have)
+    )]
     Dimension {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
-        /// Names that inputs have.
+        /// The dimension names of the inputs.
         have: Vec<String>,
     },
 }
@@ -117,7 +125,7 @@ fn count(nodes: usize) -> String {
     if nodes == 1 { "a node".to_owned() } else { format!("{nodes} nodes") }
 }
 
-/// Returns a line for each operator and reason, with the number of its nodes.
+/// Returns one line per operator and reason, with the number of nodes.
 fn lines(faults: &[Fault]) -> String {
     let mut counts = BTreeMap::<(&str, &str), usize>::new();
     for own in faults {
@@ -134,7 +142,12 @@ fn list(names: &[String]) -> String {
     }
 }
 
-/// Returns an error of a model that is invalid.
+/// Returns the error of an invalid model.
 pub(crate) fn invalid(why: impl Into<String>) -> OnnxError {
     OnnxError::Invalid(why.into())
+}
+
+/// Returns the error of a device that failed.
+pub(crate) fn device_failed(why: impl Into<String>) -> OnnxError {
+    OnnxError::Device(why.into())
 }

@@ -1,7 +1,8 @@
-//! Facts that are known before a run: types of values, and the elements of those that depend on no input.
+//! Type inference and constant folding.
 //!
-//! Nodes whose inputs are constants run once, on the host. `Shape` of a value whose shape is known is a constant, and so is the
-//! part of a shape whose dimensions are known. This is how the shapes of an exported graph become numbers once its inputs' are.
+//! Nodes with constant inputs run once, on the host. `Shape` of a value with a known shape is a
+//! constant, and so are known dimensions of a partly known shape. So shape computations of an
+//! exported graph become constants once the input shapes are known.
 
 use std::sync::Arc;
 
@@ -15,24 +16,24 @@ use crate::ops::{Inputs, operator};
 use crate::tensor::Constant;
 use crate::{rules, types};
 
-/// Bytes of a constant that is made, beyond those that it is made of.
+/// Maximum bytes by which a folded constant may exceed its inputs.
 const MOST_BYTES: usize = 1 << 20;
 
-/// Infers types, and replaces what depends on constants only by constants.
+/// Infers types, and replaces nodes that depend only on constants.
 pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
     let nodes = std::mem::take(&mut graph.nodes);
     for mut node in nodes {
-        within(graph, &mut node, opset, host);
+        fold_subgraphs(graph, &mut node, opset, host);
         let types = match node.attributes.values().any(|own| matches!(own, Attribute::Graph(..))) {
-            true => of_parts(&node),
+            true => branch_types(&node),
             false => infer(graph, &node, opset, host),
         };
         for (id, ty) in node.outputs.iter().zip(types) {
             if let Some(id) = id {
-                graph.values[*id].ty.learn(ty);
+                graph.values[*id].ty.refine(ty);
             }
         }
-        if inlined(graph, &node).is_some() || taken(graph, &node).is_some() {
+        if inline_if(graph, &node).is_some() || replace_sequence_at(graph, &node).is_some() {
             continue;
         }
         match constants(graph, &node, opset, host) {
@@ -48,8 +49,8 @@ pub(crate) fn fold(graph: &mut Graph, opset: i64, host: &Arc<Devices>) {
     }
 }
 
-/// Puts a slice in place of an entry of a tensor that is split to a sequence.
-fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
+/// Replaces `SequenceAt` of a `SplitToSequence` by a slice.
+fn replace_sequence_at(graph: &mut Graph, node: &Node) -> Option<()> {
     if node.op != "SequenceAt" {
         return None;
     }
@@ -70,7 +71,7 @@ fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
         Some(id) => Some(graph.values[id].constant.as_ref()?.data()),
         None => None,
     };
-    // One size for all parts but the last, or one for each.
+    // One size for all parts except the last, or one size per part.
     let (from, to) = match &sizes {
         Some(own) if own.shape().rank() == 1 => {
             let sizes: Vec<i64> = own.iter::<i64>().collect();
@@ -121,8 +122,8 @@ fn taken(graph: &mut Graph, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Puts the nodes of a branch in place of an `If` whose condition is known.
-fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
+/// Replaces an `If` with a constant condition by the nodes of the branch.
+fn inline_if(graph: &mut Graph, node: &Node) -> Option<()> {
     let condition = graph.values[node.inputs.first().copied()??].constant.as_ref()?;
     if node.op != "If" {
         return None;
@@ -153,7 +154,7 @@ fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
             Some(data) => graph.values[to].set(data),
             None => {
                 let ty = graph.values[from].ty.clone();
-                graph.values[to].ty.learn(ty);
+                graph.values[to].ty.refine(ty);
                 graph.nodes.push(Node {
                     op: "Identity".to_owned(),
                     inputs: vec![Some(from)],
@@ -167,8 +168,8 @@ fn inlined(graph: &mut Graph, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Folds the graphs of a node, with what is known of the values that they capture.
-fn within(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
+/// Folds the subgraphs of a node, given the types of captured values.
+fn fold_subgraphs(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
     let Node { attributes, inputs, .. } = node;
     for own in attributes.values_mut() {
         let Attribute::Graph(part, from) = own else { continue };
@@ -184,47 +185,48 @@ fn within(graph: &Graph, node: &mut Node, opset: i64, host: &Arc<Devices>) {
     }
 }
 
-/// Infers the types of a node's outputs: by a run on zeros where it costs nothing, by rules, by onnx-ir, by a small run.
+/// Infers the output types of a node: by a run on zeros if it is cheap, by rules, by onnx-ir, by a
+/// small run.
 fn infer(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Vec<Type> {
-    // A run on zeros would not fit.
+    // A run on zeros would not fit in memory.
     let large = |own: &Type| {
         own.known_shape()
             .is_some_and(|shape| fits(&shape, own.dtype.unwrap_or(DType::F32), &host.host).is_err())
     };
-    if let Some(grown) = rules::grown(graph, node).filter(large) {
+    if let Some(grown) = rules::large_result(graph, node).filter(large) {
         return vec![grown];
     }
-    let moved = if rules::moves(&node.op) { by_trial(graph, node, opset, host) } else { None };
+    let moved = if rules::moves(&node.op) { run_on_zeros(graph, node, opset, host) } else { None };
     moved
-        .or_else(|| rules::of_outputs(graph, node))
-        .or_else(|| types::of_outputs(graph, node, opset))
-        .or_else(|| by_trial(graph, node, opset, host))
+        .or_else(|| rules::infer(graph, node))
+        .or_else(|| types::infer(graph, node, opset))
+        .or_else(|| run_on_zeros(graph, node, opset, host))
         .unwrap_or_default()
 }
 
-/// Returns the types that the branches of a node share.
-fn of_parts(node: &Node) -> Vec<Type> {
+/// Returns the output types that both branches of an `If` have.
+fn branch_types(node: &Node) -> Vec<Type> {
     let unknown = vec![Type::default(); node.outputs.len()];
     if node.op != "If" {
         return unknown;
     }
-    let of = |name: &str| match node.attributes.get(name) {
+    let types = |name: &str| match node.attributes.get(name) {
         Some(Attribute::Graph(part, _)) => {
             Some(part.outputs.iter().map(|id| part.values[*id].ty.clone()).collect::<Vec<_>>())
         }
         _ => None,
     };
-    match (of("then_branch"), of("else_branch")) {
+    match (types("then_branch"), types("else_branch")) {
         (Some(then), Some(other)) => {
-            then.iter().zip(&other).map(|(one, other)| one.shared(other)).collect()
+            then.iter().zip(&other).map(|(one, other)| one.intersect(other)).collect()
         }
         _ => unknown,
     }
 }
 
-/// Returns the outputs of a node that depends on constants only.
+/// Returns the outputs of a node that depends only on constants.
 fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Constant>> {
-    if let Some(known) = of_shape(graph, node) {
+    if let Some(known) = shape_constant(graph, node) {
         return Some(vec![Constant::new(known)]);
     }
     let random = ["RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "Dropout"];
@@ -264,8 +266,8 @@ fn constants(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opt
     made.iter().map(|own| own.to_data().ok().map(Constant::new)).collect()
 }
 
-/// Returns the types of outputs as a run on zeros gives them, which take no memory where an operator only moves elements.
-fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Type>> {
+/// Infers output types by a run on zeros. It takes no memory for operators that only move elements.
+fn run_on_zeros(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Option<Vec<Type>> {
     const OF_VALUES: [&str; 4] = ["Compress", "NonMaxSuppression", "NonZero", "Unique"];
     if OF_VALUES.contains(&node.op.as_str()) {
         return None;
@@ -280,11 +282,11 @@ fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opti
         let Value { ty, constant, .. } = &graph.values[*id];
         all.push(Some(match constant {
             Some(data) => Array::from_data(data.data(), &host.host),
-            // Lengths, axes and factors must be known.
+            // Lengths, axes and factors must be constants.
             None if cheap && (at > 0 || node.op == "ConstantOfShape") => return None,
             None => {
                 let (dtype, shape) = (ty.dtype?, ty.known_shape()?);
-                // Integers may be places or lengths.
+                // Integers may be indices or lengths.
                 let told = at > 0 && !dtype.is_float() && shape.len() < 2;
                 if !cheap && (told || shape.iter().product::<usize>() > MOST_BYTES) {
                     return None;
@@ -296,15 +298,15 @@ fn by_trial(graph: &Graph, node: &Node, opset: i64, host: &Arc<Devices>) -> Opti
     let run = operator(node, opset, host).ok()?;
     let inputs = Inputs::new(&all, host);
     let made = crate::run::caught(|| run(&inputs)).ok()?;
-    let of = |own: &Array| {
+    let ty = |own: &Array| {
         let shape = own.shape().into_iter().map(Some).collect();
         Type { dtype: Some(own.dtype()), shape: Some(shape) }
     };
-    Some(made.iter().map(of).collect())
+    Some(made.iter().map(ty).collect())
 }
 
-/// Returns what is known of a shape: `Shape` and `Size`, and `Gather` or `Slice` of dimensions that are known.
-fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
+/// Folds `Shape` and `Size`, and `Gather` of known dimensions.
+fn shape_constant(graph: &Graph, node: &Node) -> Option<TensorData> {
     let input = |at: usize| graph.values.get(node.inputs.get(at).copied()??);
     match node.op.as_str() {
         "Size" => {
@@ -317,12 +319,12 @@ fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
             Some(TensorData::new(known, vec![len]))
         }
         "Gather" => {
-            let of = graph
+            let shape = graph
                 .nodes
                 .iter()
                 .rev()
                 .find(|own| own.op == "Shape" && own.outputs.first() == node.inputs.first())?;
-            let all = dimensions(graph, of)?;
+            let all = dimensions(graph, shape)?;
             let which = input(1)?.constant.as_ref()?;
             let at = |own: i64| {
                 let own = if own < 0 { own + all.len() as i64 } else { own };
@@ -335,7 +337,7 @@ fn of_shape(graph: &Graph, node: &Node) -> Option<TensorData> {
     }
 }
 
-/// Returns the dimensions that a `Shape` gives.
+/// Returns the dimensions that a `Shape` node returns.
 fn dimensions(graph: &Graph, node: &Node) -> Option<Vec<Option<i64>>> {
     let shape = graph.values[node.inputs.first().copied()??].ty.shape.as_ref()?;
     let at = |name: &str, usual: i64| match node.attributes.get(name) {

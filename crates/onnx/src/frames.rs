@@ -1,8 +1,8 @@
-//! Runs of one graph over and over, with inputs that change in place.
+//! Repeated runs of one graph, with inputs that are updated in place.
 //!
-//! The first run launches kernel by kernel: it compiles, and tunes if the policy says so. Nodes that copy between host and device in
-//! the second run, because a shape or a branch depends on data, are launched in all later ones. The nodes between them are captured
-//! in pieces.
+//! The first run launches kernel by kernel: it compiles, and tunes if the policy allows it. Nodes that copy between host and device in
+//! the second run, because a shape or a branch depends on data, are launched in every later run. The nodes between them are
+//! captured as pieces.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -13,28 +13,28 @@ use ops::{Ctx, Placed};
 use crate::OnnxError;
 use crate::array::Array;
 use crate::devices::Devices;
-use crate::error::invalid;
+use crate::error::device_failed;
 use crate::pieces::Piece;
 use crate::run::Program;
 
 type Outputs = Result<Vec<Array>, OnnxError>;
 
-/// A program with inputs.
+/// A program with its inputs.
 pub(crate) struct Frames {
     program: Arc<Program>,
     devices: Arc<Devices>,
     inputs: Vec<Array>,
-    /// Memory of the results, for the thread that computes the first run.
+    /// Memory of the results, for the thread of the first run.
     placed: Option<(ThreadId, Placed)>,
-    /// True if the device replays graphs.
+    /// True if the device can replay graphs.
     captures: bool,
-    by: By,
+    state: State,
 }
 
-enum By {
-    /// Launched kernel by kernel; counts the runs so far.
+enum State {
+    /// Launches kernel by kernel; counts the runs.
     Launches(usize),
-    /// Launched, but for the pieces, which belong to a thread.
+    /// Runs pieces, which belong to a thread, and launches the nodes between them.
     Pieces(ThreadId, Vec<Piece>),
 }
 
@@ -48,32 +48,32 @@ impl Frames {
         let on = &devices.device;
         let inputs = inputs.into_iter().map(|own| Array::from_data(own, on)).collect();
         let captures = ops::captures(&Device::new(on.clone()));
-        Self { program, devices, inputs, placed: None, captures, by: By::Launches(0) }
+        Self { program, devices, inputs, placed: None, captures, state: State::Launches(0) }
     }
 
-    /// Returns the pieces, where a device replays graphs. Where it does not, a graph of Burn runs its closure again.
+    /// Returns the pieces, and captures on any device: without hardware graphs, Burn runs the closure again.
     #[cfg(test)]
     pub(crate) fn pieces(&mut self) -> &[Piece] {
         self.captures = true;
-        let By::Pieces(_, pieces) = &self.by else { return &[] };
+        let State::Pieces(_, pieces) = &self.state else { return &[] };
         pieces
     }
 
-    /// Changes an input in place.
+    /// Updates an input in place.
     ///
     /// # Errors
     /// The device failed.
-    pub(crate) fn refresh(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
-        if matches!(self.by, By::Pieces(..)) {
-            return self.inputs[at].overwrite(data).map_err(invalid);
+    pub(crate) fn update(&mut self, at: usize, data: TensorData) -> Result<(), OnnxError> {
+        if matches!(self.state, State::Pieces(..)) {
+            return self.inputs[at].overwrite(data).map_err(device_failed);
         }
         self.inputs[at] = Array::from_data(data, &self.devices.device);
         Ok(())
     }
 
-    /// Returns the number of nodes that are replayed from graphs of the device.
+    /// Returns the number of nodes that run as device graphs.
     pub(crate) fn captured(&self) -> usize {
-        let By::Pieces(_, pieces) = &self.by else { return 0 };
+        let State::Pieces(_, pieces) = &self.state else { return 0 };
         pieces.iter().filter(|own| own.captured()).map(|own| own.steps().len()).sum()
     }
 
@@ -90,7 +90,7 @@ impl Frames {
         self.launched().map(|(made, _)| made)
     }
 
-    /// Runs the program kernel by kernel, and returns the steps that copied between host and device, too.
+    /// Runs the program kernel by kernel. Also returns the steps that copied between host and device.
     fn launched(&self) -> Result<(Vec<Array>, Vec<usize>), OnnxError> {
         // Another thread allocates its results: its kernels could overwrite memory that the first one still reads.
         let placed = self.placed.as_ref().filter(|(of, _)| *of == thread::current().id());
@@ -101,29 +101,30 @@ impl Frames {
         Ok((self.program.outputs(values)?, copying))
     }
 
-    /// Runs the program. Results lie in memory that the next run overwrites.
+    /// Runs the program. The next run overwrites the memory of the results.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
     pub(crate) fn run(&mut self) -> Outputs {
-        match &mut self.by {
-            By::Launches(runs) => {
+        match &mut self.state {
+            State::Launches(runs) => {
                 let runs = *runs;
                 if runs == 0 && self.devices.has_kernels() {
                     self.prepare(&Device::new(self.devices.device.clone()))?;
                 }
                 let (made, copying) = self.launched()?;
-                // The first run also copies what stays.
-                self.by = match self.captures && (runs > 0 || copying.is_empty()) {
-                    true => {
-                        By::Pieces(thread::current().id(), Piece::between(&self.program, &copying))
-                    }
-                    false => By::Launches(runs + 1),
+                // The first run also copies data that later runs keep.
+                self.state = match self.captures && (runs > 0 || copying.is_empty()) {
+                    true => State::Pieces(
+                        thread::current().id(),
+                        Piece::between(&self.program, &copying),
+                    ),
+                    false => State::Launches(runs + 1),
                 };
                 Ok(made)
             }
-            By::Pieces(thread, _) if *thread != thread::current().id() => self.launch(),
-            By::Pieces(_, pieces) => {
+            State::Pieces(thread, _) if *thread != thread::current().id() => self.launch(),
+            State::Pieces(_, pieces) => {
                 let (program, ctx) = (&self.program, &self.devices.ctx);
                 let placed = self.placed.as_ref().map(|(_, placed)| placed);
                 let mut values = program.begin(self.inputs.clone());
@@ -141,8 +142,8 @@ impl Frames {
 }
 
 impl Frames {
-    /// Allocates the memory of the results, and compiles the kernels on many cores. What a rehearsal cannot reach is compiled at its
-    /// launch.
+    /// Allocates the memory of the results, and compiles the kernels on many cores. Kernels that a
+    /// rehearsal does not reach are compiled at their launch.
     fn prepare(&mut self, device: &Device) -> Result<(), OnnxError> {
         let mut placed = self.program.placed(device)?;
         let ctx = self.devices.ctx.rehearsal();
@@ -160,10 +161,10 @@ impl Frames {
     }
 }
 
-/// Ending a graph waits for its stream.
+/// Dropping a graph waits for its stream.
 impl Drop for Frames {
     fn drop(&mut self) {
         let _guard = ops::stream_guard();
-        self.by = By::Launches(0);
+        self.state = State::Launches(0);
     }
 }

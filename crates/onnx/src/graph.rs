@@ -1,4 +1,4 @@
-//! Graphs as data: nodes with attributes, and values by number.
+//! Graphs: nodes with attributes, and values with ids.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,24 +14,24 @@ use crate::proto::{
 use crate::source::Files;
 use crate::tensor::{self, Constant};
 
-/// Number of a value in a graph.
+/// Index of a value in a graph.
 pub(crate) type ValueId = usize;
 
 /// A graph.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Graph {
     pub(crate) values: Vec<Value>,
-    /// Values that a run is given.
+    /// Values that the caller passes to a run.
     pub(crate) inputs: Vec<ValueId>,
-    /// Values of the graph around this one. A run is given them, too, after the inputs.
+    /// Values of outer graphs, which are passed after the inputs.
     pub(crate) captured: Vec<ValueId>,
     pub(crate) outputs: Vec<ValueId>,
-    /// In an order in which they can run.
+    /// Nodes in topological order.
     pub(crate) nodes: Vec<Node>,
 }
 
 impl Graph {
-    /// Removes nodes whose results nobody reads.
+    /// Removes nodes whose outputs are unused.
     pub(crate) fn sweep(&mut self) {
         let mut read = vec![false; self.values.len()];
         self.outputs.iter().for_each(|id| read[*id] = true);
@@ -54,14 +54,14 @@ impl Graph {
 pub(crate) struct Value {
     pub(crate) name: String,
     pub(crate) ty: Type,
-    /// Names of its dimensions in the file, where they are no numbers.
+    /// Names of its symbolic dimensions in the file.
     pub(crate) symbols: Vec<Option<String>>,
-    /// Its elements, if they are known before a run.
+    /// Elements of a constant.
     pub(crate) constant: Option<Constant>,
 }
 
 impl Value {
-    /// Makes it a constant.
+    /// Makes the value a constant.
     pub(crate) fn set(&mut self, data: Constant) {
         let shape = data.shape.iter().map(|len| Some(*len)).collect();
         self.ty = Type { dtype: Some(data.dtype), shape: Some(shape) };
@@ -69,11 +69,11 @@ impl Value {
     }
 }
 
-/// Type of a value, as far as it is known before a run.
+/// Dtype and shape of a value, as far as they are known before a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Type {
     pub(crate) dtype: Option<DType>,
-    /// Lengths of dimensions; none if the rank is not known.
+    /// Lengths of dimensions; None if the rank is unknown.
     pub(crate) shape: Option<Vec<Option<usize>>>,
 }
 
@@ -83,8 +83,8 @@ impl Type {
         self.shape.as_ref()?.iter().copied().collect()
     }
 
-    /// Takes over what another type knows.
-    pub(crate) fn learn(&mut self, other: Self) {
+    /// Adds the known dtype and dimensions of another type, which take precedence.
+    pub(crate) fn refine(&mut self, other: Self) {
         self.dtype = other.dtype.or(self.dtype);
         let Some(mut shape) = other.shape else { return };
         if let Some(own) = self.shape.as_ref().filter(|own| own.len() == shape.len()) {
@@ -93,11 +93,12 @@ impl Type {
         self.shape = Some(shape);
     }
 
-    /// Returns a tensor as floats of this type. What was derived from a wrong shape would be wrong, too, so it must have this shape.
+    /// Checks that an output has this shape, on which inference and passes rely, and casts floats
+    /// to this dtype.
     pub(crate) fn checked(&self, array: Array) -> Result<Array, String> {
         if !self.has(&array.shape()) {
             let (have, want) = (array.shape(), self.lengths());
-            return Err(format!("a result has the shape {have:?}, and {want} was inferred"));
+            return Err(format!("expected an output of the inferred shape {want}, got {have:?}"));
         }
         let float = |own: &DType| own.is_float() && array.dtype().is_float();
         Ok(match self.dtype.filter(float) {
@@ -106,16 +107,16 @@ impl Type {
         })
     }
 
-    /// Checks that an input has this type.
+    /// Checks that an input has this dtype and shape.
     pub(crate) fn fits(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
         let bools =
             |one: DType, other: DType| matches!((one, other), (DType::Bool(_), DType::Bool(_)));
         if let Some(want) = self.dtype.filter(|want| *want != dtype && !bools(*want, dtype)) {
-            return Err(format!("got elements of type {dtype:?}, expected {want:?}"));
+            return Err(format!("expected dtype {want:?}, got {dtype:?}"));
         }
         match self.has(shape) {
             true => Ok(()),
-            false => Err(format!("got the shape {shape:?}, expected {}", self.lengths())),
+            false => Err(format!("expected shape {}, got {shape:?}", self.lengths())),
         }
     }
 
@@ -126,7 +127,7 @@ impl Type {
             .is_none_or(|own| own.len() == shape.len() && shape.iter().zip(own).all(fits))
     }
 
-    /// Returns the lengths of the dimensions in words.
+    /// Returns the shape as text, with `?` for unknown lengths.
     pub(crate) fn lengths(&self) -> String {
         let named = |own: &Option<usize>| own.map_or("?".to_owned(), |own| own.to_string());
         match &self.shape {
@@ -135,8 +136,8 @@ impl Type {
         }
     }
 
-    /// Returns what is true of both types.
-    pub(crate) fn shared(&self, other: &Self) -> Self {
+    /// Returns the dtype and dimensions that both types have.
+    pub(crate) fn intersect(&self, other: &Self) -> Self {
         let shape = match (&self.shape, &other.shape) {
             (Some(own), Some(other)) if own.len() == other.len() => {
                 let both = own.iter().zip(other).map(|(own, other)| own.filter(|_| own == other));
@@ -148,23 +149,23 @@ impl Type {
     }
 }
 
-/// A call of an operator.
+/// A node: a call of an operator.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Node {
     pub(crate) name: String,
-    /// The operator; outside of ONNX's own domain, `domain::name`.
+    /// The operator: `name` in the domain `ai.onnx`, `domain::name` in others.
     pub(crate) op: String,
     pub(crate) attributes: BTreeMap<String, Attribute>,
-    /// Inputs, then the values that its graphs capture.
+    /// Inputs, then captured values of its subgraphs.
     pub(crate) inputs: Vec<Option<ValueId>>,
-    /// Inputs of its own.
+    /// Number of inputs without captured values.
     pub(crate) given: usize,
-    /// Places of inputs that are constants, once constants are folded.
+    /// Indices of constant inputs, after folding.
     pub(crate) constants: Vec<usize>,
     pub(crate) outputs: Vec<Option<ValueId>>,
 }
 
-/// Data of a node.
+/// Attribute of a node.
 #[derive(Debug, Clone)]
 pub(crate) enum Attribute {
     Int(i64),
@@ -176,9 +177,9 @@ pub(crate) enum Attribute {
     Tensor(Constant),
     Activation(Activation),
     Program(Program),
-    /// A graph, and the place of its captured values in the inputs of the node.
+    /// A subgraph, and the index of its first captured value in the inputs of the node.
     Graph(Box<Graph>, usize),
-    /// A kind that no operator reads.
+    /// A type of attribute that no operator reads.
     Other,
 }
 
@@ -187,7 +188,7 @@ pub(crate) fn read(graph: GraphProto, files: &mut Files) -> Result<Graph, OnnxEr
     Reader { files, outer: Vec::new() }.graph(graph)
 }
 
-/// A graph that is read, with what it has of the graphs around it.
+/// A graph under construction, with its names.
 #[derive(Default)]
 struct Scope {
     graph: Graph,
@@ -196,7 +197,7 @@ struct Scope {
 
 struct Reader<'a> {
     files: &'a mut Files,
-    /// Scopes around that which is read, outermost first.
+    /// Scopes, outermost first; the last one is under construction.
     outer: Vec<Scope>,
 }
 
@@ -218,10 +219,11 @@ impl Reader<'_> {
         }
         if let Some(sparse) = proto.sparse_initializer.first() {
             let name = sparse.values.as_ref().map_or("", |own| &own.name);
-            return Err(invalid(format!("`{name}` is sparse, which is not supported")));
+            return Err(invalid(format!("sparse initializer `{name}` is not supported")));
         }
         for input in &proto.input {
-            // An initializer with the name of an input is its default, and counts as a constant.
+            // An initializer with the name of an input is its default value and counts as a
+            // constant.
             if !scope.names.contains_key(&input.name) {
                 let id = scope.add(&input.name);
                 scope.graph.inputs.push(id);
@@ -235,7 +237,7 @@ impl Reader<'_> {
         for output in &proto.output {
             let id = self
                 .find(&output.name)
-                .ok_or_else(|| invalid(format!("nothing makes the output `{}`", output.name)))?;
+                .ok_or_else(|| invalid(format!("no node computes output `{}`", output.name)))?;
             self.scope().graph.outputs.push(id);
         }
         let mut scope = self.outer.pop().expect("pushed above");
@@ -269,7 +271,7 @@ impl Reader<'_> {
         self.outer.last_mut().expect("a graph is read")
     }
 
-    /// Returns a value by its name. One of a graph around becomes a captured one of each graph in between.
+    /// Returns a value by its name. A value of an outer graph is captured by each graph in between.
     fn find(&mut self, name: &str) -> Option<ValueId> {
         let depth = self.outer.iter().rposition(|own| own.names.contains_key(name))?;
         for at in depth + 1..self.outer.len() {
@@ -284,7 +286,7 @@ impl Reader<'_> {
         for name in &proto.input {
             let found = if name.is_empty() { None } else { self.find(name) };
             if found.is_none() && !name.is_empty() {
-                return Err(invalid(format!("nothing makes `{name}`")));
+                return Err(invalid(format!("no input, initializer or node defines `{name}`")));
             }
             inputs.push(found);
         }
@@ -318,7 +320,7 @@ impl Reader<'_> {
     fn attribute(&mut self, own: AttributeProto) -> Result<Attribute, OnnxError> {
         let text = |bytes: &bytes::Bytes| {
             String::from_utf8(bytes.to_vec())
-                .map_err(|_| invalid(format!("the attribute `{}` is no UTF-8", own.name)))
+                .map_err(|_| invalid(format!("expected UTF-8 in attribute `{}`", own.name)))
         };
         Ok(match own.r#type {
             1 => Attribute::Float(own.f),
@@ -326,12 +328,14 @@ impl Reader<'_> {
             3 => Attribute::Text(text(&own.s)?),
             4 => {
                 let tensor = own.t.as_ref();
-                let tensor =
-                    tensor.ok_or_else(|| invalid(format!("`{}` has no tensor", own.name)))?;
+                let tensor = tensor
+                    .ok_or_else(|| invalid(format!("attribute `{}` has no tensor", own.name)))?;
                 Attribute::Tensor(self.tensor(tensor)?)
             }
             5 => {
-                let graph = own.g.ok_or_else(|| invalid(format!("`{}` has no graph", own.name)))?;
+                let graph = own
+                    .g
+                    .ok_or_else(|| invalid(format!("attribute `{}` has no graph", own.name)))?;
                 Attribute::Graph(Box::new(self.graph(graph)?), 0)
             }
             6 => Attribute::Floats(own.floats),
@@ -339,7 +343,11 @@ impl Reader<'_> {
             8 => Attribute::Texts(own.strings.iter().map(text).collect::<Result<_, _>>()?),
             // Tensors, graphs, sparse tensors, types.
             9..=14 => Attribute::Other,
-            other => return Err(invalid(format!("the attribute `{}` has type {other}", own.name))),
+            other => {
+                let name = &own.name;
+                let why = format!("expected type 1 to 14 of attribute `{name}`, got {other}");
+                return Err(invalid(why));
+            }
         })
     }
 
@@ -348,7 +356,7 @@ impl Reader<'_> {
     }
 }
 
-/// Returns the type that a file declares.
+/// Returns the type that the file declares.
 fn declared(info: &ValueInfoProto) -> (Type, Vec<Option<String>>) {
     let Some(TypeProto { value: Some(TypeValue::Tensor(tensor)) }) = &info.r#type else {
         return (Type::default(), Vec::new());
@@ -371,14 +379,14 @@ fn declared(info: &ValueInfoProto) -> (Type, Vec<Option<String>>) {
 pub struct ValueType {
     /// Its name.
     pub name: String,
-    /// Its element type, if it is known.
+    /// Its dtype, if known.
     pub dtype: Option<DType>,
-    /// Lengths of its dimensions, each a number, the name that the file gives it, or `?`; none if its rank is not known.
+    /// Lengths of its dimensions: numbers, names of the file, or `?`; None if the rank is unknown.
     pub shape: Option<Vec<String>>,
 }
 
 impl ValueType {
-    pub(crate) fn of(value: &Value) -> Self {
+    pub(crate) fn from_value(value: &Value) -> Self {
         let length = |(at, len): (usize, &Option<usize>)| match (len, value.symbols.get(at)) {
             (Some(len), _) => len.to_string(),
             (None, Some(Some(name))) => name.clone(),

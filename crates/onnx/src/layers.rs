@@ -1,7 +1,8 @@
-//! Functions that generated code calls: the code that `flashover-onnx-build` writes of a graph at build time.
+//! Functions that generated code calls. `flashover-onnx-build` generates it from a graph at build
+//! time.
 //!
-//! They run our kernels on devices that have them, and Burn's operations elsewhere. Their results and their panics are those of a
-//! module of Burn: shapes that do not fit, or a device that fails, end the program.
+//! They run our kernels on devices that have them, and Burn's operations elsewhere. Like modules of
+//! Burn, they panic on shapes that do not match and on device failures.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,16 +13,16 @@ use ops::Ctx;
 use crate::array::Array;
 use crate::devices::has_kernels;
 use crate::ops::attention::{Heads, Scoring, as_numbers, attend, joined, split, whole, with_past};
-use crate::ops::fused::{Convolution, Finish, GroupNorm, Norm, Operands, projected};
-use crate::ops::linear::product;
+use crate::ops::fused::{Convolution, GroupNorm, LinearEpilogue, Norm, Operands, project};
+use crate::ops::linear;
 pub use crate::ops::windows::Padding;
 use crate::ops::windows::Windows;
 
 /// Context of generated code.
 static CONTEXT: Mutex<Option<Ctx>> = Mutex::new(None);
 
-/// Sets the context of all generated code: its tune cache, its policy and its profile. Without a call it has the configs that are
-/// shipped.
+/// Sets the context of all generated code: tune cache, policy and profile. The default context has
+/// the shipped configs.
 pub fn set_context(ctx: Ctx) {
     *CONTEXT.lock().unwrap_or_else(PoisonError::into_inner) = Some(ctx);
 }
@@ -31,40 +32,42 @@ fn context() -> Ctx {
     own.get_or_insert_default().clone()
 }
 
-/// Weights of a layer: the filters of a convolution `[filters, …, channels]`, the matrix of a product, or the factor of a norm.
+/// Weights of a layer: filters `[filters, …, channels]` of a convolution, the matrix of a matmul,
+/// or the weight of a norm.
 #[derive(Module, Debug)]
 pub struct Weights<const D: usize> {
     /// Weight.
     pub weight: Param<Tensor<D>>,
-    /// Bias `[results]`.
+    /// Bias `[out_features]`.
     pub bias: Option<Param<Tensor<1>>>,
 }
 
 impl<const D: usize> Weights<D> {
-    /// Returns weights of zeros, for a record to fill. The bias has `bias` numbers, and is absent for none.
+    /// Returns zero weights, which a record fills. The bias has `bias` elements; None means no
+    /// bias.
     pub fn new(shape: [usize; D], bias: Option<usize>, device: &Device) -> Self {
         let bias = bias.map(|count| Param::from_tensor(Tensor::zeros([count], device)));
         Self { weight: Param::from_tensor(Tensor::zeros(shape, device)), bias }
     }
 
-    /// Takes weights that are computed.
-    pub fn of(weight: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
+    /// Wraps weights that the graph computes.
+    pub fn from_tensors(weight: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
         Self { weight: Param::from_tensor(weight), bias: bias.map(Param::from_tensor) }
     }
 
-    /// Takes filters `[filters, channels, …]` that are computed.
-    pub fn of_filters(filters: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
+    /// Wraps filters `[filters, channels, …]` that the graph computes.
+    pub fn from_filters(filters: Tensor<D>, bias: Option<Tensor<1>>) -> Self {
         let order: Vec<usize> = [0].into_iter().chain(2..D).chain([1]).collect();
-        Self::of(Array::of_tensor(filters).permute(&order).tensor(), bias)
+        Self::from_tensors(Array::from_tensor(filters).permute(&order).tensor(), bias)
     }
 
     fn parts(&self) -> (Array, Option<Array>) {
-        let bias = self.bias.as_ref().map(|own| Array::of_tensor(own.val()));
-        (Array::of_tensor(self.weight.val()), bias)
+        let bias = self.bias.as_ref().map(|own| Array::from_tensor(own.val()));
+        (Array::from_tensor(self.weight.val()), bias)
     }
 }
 
-/// Layout of the filters of a convolution. Lists have a number for each dimension of an image.
+/// Options of a convolution. Lists have one element per spatial dimension.
 #[derive(Debug, Clone, Copy)]
 pub struct Filters<'a> {
     pub strides: &'a [usize],
@@ -80,7 +83,7 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
     let Filters { strides, padding, dilations, groups } = filters;
     let ours = has_kernels(&weight.device());
     let own = Convolution {
-        windows: Windows::given(strides, padding, dilations, groups),
+        windows: Windows::new(strides, padding, dilations, groups),
         activation: None,
         last: false,
         doubled: false,
@@ -88,7 +91,7 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
         channels: None,
     };
     let operands = Operands {
-        x: Array::of_tensor(x),
+        x: Array::from_tensor(x),
         weight: weight.permute(&order),
         bias,
         residual: None,
@@ -98,21 +101,21 @@ pub fn conv<const D: usize>(x: Tensor<D>, weights: &Weights<D>, filters: Filters
     made(own.run(&context(), operands))
 }
 
-/// Computes `x · weight + bias` for rows of any number of dimensions. The weight is `[inputs, results]`, or `[results, inputs]` with
-/// `turned`.
-pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, turned: bool) -> Tensor<D> {
+/// Computes `x · weight + bias` for x `[.., in_features]`. The weight is `[in_features,
+/// out_features]`, or `[out_features, in_features]` if `transposed`.
+pub fn linear<const D: usize>(x: Tensor<D>, weights: &Weights<2>, transposed: bool) -> Tensor<D> {
     let (weight, bias) = weights.parts();
-    let weight = if turned { weight.permute(&[1, 0]) } else { weight };
-    let (x, ours) = (Array::of_tensor(x), has_kernels(&weight.device()));
-    made(projected(&context(), ours, x, weight, Finish { bias, ..Finish::default() }))
+    let weight = if transposed { weight.permute(&[1, 0]) } else { weight };
+    let (x, ours) = (Array::from_tensor(x), has_kernels(&weight.device()));
+    made(project(&context(), ours, x, weight, LinearEpilogue { bias, ..LinearEpilogue::default() }))
 }
 
-/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast.
+/// Computes a matmul like NumPy's: vectors are rows or columns, and batches broadcast.
 pub fn matmul<const L: usize, const R: usize, const O: usize>(
     a: Tensor<L>,
     b: Tensor<R>,
 ) -> Tensor<O> {
-    made(product(&context(), Array::of_tensor(a), Array::of_tensor(b)))
+    made(linear::matmul(&context(), Array::from_tensor(a), Array::from_tensor(b)))
 }
 
 /// Computes `α · a · b + β · c`, where c broadcasts.
@@ -122,24 +125,24 @@ pub fn gemm<const C: usize>(
     c: Option<Tensor<C>>,
     [alpha, beta]: [f64; 2],
 ) -> Tensor<2> {
-    let [a, b] = [Array::of_tensor(a), Array::of_tensor(b)];
+    let [a, b] = [Array::from_tensor(a), Array::from_tensor(b)];
     let (ours, width) = (has_kernels(&b.device()), b.shape()[1]);
-    let c = c.map(Array::of_tensor);
+    let c = c.map(Array::from_tensor);
     let scaled = |own: Array, by: f64| if by == 1.0 { own } else { own.times_number(by) };
     let fits = |own: &Array| alpha == 1.0 && own.shape() == [width];
     let (bias, rest) = match c {
         Some(own) if fits(&own) => (Some(scaled(own, beta)), None),
         rest => (None, rest),
     };
-    let finish = Finish { bias, ..Finish::default() };
-    let product = projected(&context(), ours, a, b, finish).map(|own| scaled(own, alpha));
+    let epilogue = LinearEpilogue { bias, ..LinearEpilogue::default() };
+    let product = project(&context(), ours, a, b, epilogue).map(|own| scaled(own, alpha));
     made(product.map(|own| match rest {
         Some(c) => own.plus(scaled(c, beta)),
         None => own,
     }))
 }
 
-/// Computes a layer norm, or an RMS norm without `centred`, over the dimensions from `first` on.
+/// Computes a layer norm over the dimensions from `first` on; an RMS norm if not `centred`.
 pub fn norm<const D: usize, const W: usize>(
     x: Tensor<D>,
     weights: &Weights<W>,
@@ -149,7 +152,7 @@ pub fn norm<const D: usize, const W: usize>(
 ) -> Tensor<D> {
     let (weight, bias) = weights.parts();
     let own = Norm { centred, epsilon, ours: has_kernels(&weight.device()) };
-    made(own.run(&context(), Array::of_tensor(x), first, Some(weight), bias))
+    made(own.run(&context(), Array::from_tensor(x), first, Some(weight), bias))
 }
 
 /// Computes a group norm of an image `[batch, channels, …]`.
@@ -161,7 +164,7 @@ pub fn group_norm<const D: usize>(
 ) -> Tensor<D> {
     let (weight, bias) = weights.parts();
     let own = GroupNorm { groups, epsilon, activation: None, ours: has_kernels(&weight.device()) };
-    made(own.run(&context(), Array::of_tensor(x), [Some(weight), bias], None))
+    made(own.run(&context(), Array::from_tensor(x), [Some(weight), bias], None))
 }
 
 /// Computes an instance norm of an image `[batch, channels, …]`.
@@ -178,30 +181,32 @@ pub fn instance_norm<const D: usize>(
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionOptions {
     pub causal: bool,
-    /// Factor on the scores; None means 1 / √size.
+    /// Scale of the scores; None means 1 / √head_dim.
     pub scale: Option<f64>,
-    /// Soft cap of the scores; 0 for none.
+    /// Soft cap of the scores; 0 disables it.
     pub softcap: f64,
-    /// Number of heads of q, and of k and v, for operands of rank 3.
+    /// Heads of q, and of k and v, for operands of rank 3.
     pub heads: [usize; 2],
 }
 
-/// Computes the operator `Attention`. Operands are `[batch, heads, positions, size]`, or `[batch, positions, width]`. A mask has numbers
-/// to add, or tells with bools what is seen. The keys and values of the past are `[batch, heads, positions, size]`. The result comes
-/// with all keys and values.
+/// Computes the operator `Attention`. Operands are `[batch, heads, positions, head_dim]`, or
+/// `[batch, positions, hidden]`. A mask is additive, or has bools that are true for visible keys.
+/// Past keys and values are `[batch, heads, positions, head_dim]`. Returns the output, and the
+/// present keys and values.
 pub fn attention<const D: usize>(
     [q, k, v]: [Tensor<D>; 3],
     mask: Option<Mask>,
     past: Option<[Tensor<4>; 2]>,
     options: AttentionOptions,
 ) -> (Tensor<D>, [Tensor<4>; 2]) {
-    let [q, k, v] = [q, k, v].map(Array::of_tensor);
+    let [q, k, v] = [q, k, v].map(Array::from_tensor);
     let ours = has_kernels(&q.device());
     let run = || {
         let split = |own: Array, heads: usize| if D == 3 { split(own, heads) } else { Ok(own) };
         let [of_q, of_k] = options.heads;
         let q = split(q, of_q)?;
-        let [past_k, past_v] = past.map_or([None, None], |own| own.map(Array::of_tensor).map(Some));
+        let [past_k, past_v] =
+            past.map_or([None, None], |own| own.map(Array::from_tensor).map(Some));
         let before = past_k.as_ref().map_or(0, |own| own.shape()[2]);
         let (k, v) = (with_past(past_k, split(k, of_k)?), with_past(past_v, split(v, of_k)?));
         let mask = mask.map(|own| whole(as_numbers(own.0)?, k.shape()[2])).transpose()?;
@@ -220,18 +225,18 @@ pub fn attention<const D: usize>(
     (out.tensor(), present)
 }
 
-/// A mask of an attention, of any rank that broadcasts.
+/// A mask of any rank that broadcasts to the scores.
 pub struct Mask(Array);
 
 impl<const D: usize> From<Tensor<D>> for Mask {
     fn from(mask: Tensor<D>) -> Self {
-        Self(Array::of_tensor(mask))
+        Self(Array::from_tensor(mask))
     }
 }
 
 impl<const D: usize> From<Tensor<D, burn::tensor::Bool>> for Mask {
     fn from(mask: Tensor<D, burn::tensor::Bool>) -> Self {
-        Self(Array::of(mask.into_dispatch()))
+        Self(Array::from_dispatch(mask.into_dispatch()))
     }
 }
 
@@ -245,10 +250,10 @@ fn made<const D: usize>(out: Result<Array, String>) -> Tensor<D> {
     checked(out).tensor()
 }
 
-/// Returns a result.
+/// Returns the value of a result.
 ///
 /// # Panics
-/// It is an error: a module has no other way to tell it.
+/// The result is an error: a module cannot return one.
 fn checked<T>(out: Result<T, String>) -> T {
     match out {
         Ok(out) => out,

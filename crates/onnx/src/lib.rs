@@ -1,7 +1,8 @@
-//! Reads ONNX graphs and runs them on Burn's tensors, with our kernels where they are hot.
+//! Reads ONNX graphs and runs them on Burn's tensors, with our kernels for hot operators.
 //!
-//! A file becomes a [graph](graph::Graph): functions inlined, nodes sorted, dimensions numbers where they are known. Types are inferred
-//! and constants folded, passes rewrite it, and a program runs it: node by node, then captured as a graph of the device.
+//! A file becomes a [graph](graph::Graph): functions are inlined, nodes are sorted, named
+//! dimensions become numbers. Types are inferred, constants are folded, and passes rewrite the
+//! graph. A program runs it node by node, and later as a captured device graph.
 
 mod array;
 pub mod conformance;

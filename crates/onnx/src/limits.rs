@@ -1,4 +1,4 @@
-//! Limits of memory.
+//! Memory limits.
 
 use std::panic::resume_unwind;
 use std::sync::LazyLock;
@@ -9,10 +9,10 @@ use burn::tensor::DType;
 
 use crate::array::is_host;
 
-/// Checks that a tensor fits in memory: an allocation that fails on the host ends the process.
+/// Checks that a tensor fits in memory: a failed allocation on the host aborts the process.
 ///
 /// # Errors
-/// The machine has less.
+/// The tensor is larger than the memory of the machine, or than 1 TiB on a device.
 pub(crate) fn fits(shape: &[usize], dtype: DType, device: &DispatchDevice) -> Result<(), String> {
     static MEMORY: LazyLock<usize> =
         LazyLock::new(|| HostMemory::now().map_or(1 << 36, |own| own.total as usize));
@@ -20,11 +20,14 @@ pub(crate) fn fits(shape: &[usize], dtype: DType, device: &DispatchDevice) -> Re
     let bytes = shape.iter().try_fold(dtype.size(), |all, own| all.checked_mul(*own));
     match bytes {
         Some(bytes) if bytes <= most => Ok(()),
-        _ => Err(format!("a tensor of shape {shape:?} needs more memory than there is")),
+        _ => {
+            let gib = most >> 30;
+            Err(format!("a tensor of shape {shape:?} exceeds the memory limit of {gib} GiB"))
+        }
     }
 }
 
-/// Unwinds like a panic of Burn, which becomes an error of the node, if a tensor does not fit.
+/// Panics like Burn if a tensor does not fit; the panic becomes an error of the node.
 pub(crate) fn must_fit(shape: &[usize], dtype: DType, device: &DispatchDevice) {
     if let Err(why) = fits(shape, dtype, device) {
         resume_unwind(Box::new(why));

@@ -8,24 +8,23 @@ use burn::tensor::TensorData;
 use crate::array::{Array, is_host};
 
 thread_local! {
-    /// Copies between the host and a device, of this thread.
+    /// Copies between host and device by this thread.
     static COPIES: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Returns the number of copies between the host and a device that this thread made so far. Work with copies cannot be captured.
+/// Counts host-device copies of this thread. A run with copies cannot be captured.
 pub(crate) fn copies() -> usize {
     COPIES.get()
 }
 
-/// Data that an operator copies to a device in each run, such as places that follow from a constant. What did not change is not
-/// copied again.
+/// Data that an operator copies to a device in each run, such as indices from constants. Unchanged data are not copied again.
 #[derive(Debug, Default)]
 pub(crate) struct Memo {
     slots: Vec<(TensorData, Array)>,
     at: usize,
 }
 
-/// Most bytes that are kept for another run.
+/// Maximum bytes of data that are kept for the next run.
 pub(crate) const MOST_KEPT: usize = 64 << 20;
 
 thread_local! {
@@ -33,12 +32,12 @@ thread_local! {
 }
 
 impl Memo {
-    /// Returns what is kept.
+    /// Returns the arrays that are kept.
     pub(crate) fn arrays(&self) -> impl Iterator<Item = Array> {
         self.slots.iter().map(|(_, array)| array.clone())
     }
 
-    /// Runs an operator with what its last run copied.
+    /// Runs an operator with the copies of its last run.
     pub(crate) fn during<T>(&mut self, run: impl FnOnce() -> T) -> T {
         let own = Self { slots: std::mem::take(&mut self.slots), at: 0 };
         let outer = MEMO.replace(Some(own));
@@ -49,7 +48,7 @@ impl Memo {
         made
     }
 
-    /// Returns what was copied before at this place, if it was the same.
+    /// Returns the next kept array, if it was copied from the same data.
     pub(crate) fn find(data: &TensorData) -> Option<Array> {
         MEMO.with_borrow_mut(|memo| {
             let memo = memo.as_mut()?;
@@ -59,7 +58,7 @@ impl Memo {
         })
     }
 
-    /// Keeps what was copied.
+    /// Keeps a copy for the next run.
     pub(crate) fn keep(data: TensorData, array: &Array) {
         MEMO.with_borrow_mut(|memo| {
             let Some(memo) = memo else { return };

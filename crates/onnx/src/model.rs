@@ -1,4 +1,4 @@
-//! Models that are loaded to run.
+//! Loaded models.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use tune::timing::Stopwatch;
 
 use crate::array::Array;
 use crate::devices::Devices;
-use crate::error::invalid;
+use crate::error::device_failed;
 use crate::frames::Frames;
 use crate::graph::{self, Graph, Type, ValueType};
 use crate::passes::{self, Passes};
@@ -24,19 +24,19 @@ use crate::run::Program;
 use crate::source::Source;
 use crate::{Fault, OnnxError, fold, precision};
 
-/// Shapes of inputs that a model keeps frames for.
+/// Maximum number of sets of input shapes with frames.
 const MAX_SHAPES: usize = 16;
 
 /// Settings of a model.
 #[derive(Clone, Default)]
 pub struct Options {
-    /// Numbers for dimensions of the inputs that have names.
+    /// Lengths of named dimensions of the inputs.
     pub dimensions: BTreeMap<String, u64>,
-    /// Type of floats, in place of f32: f16, bf16 or f32.
+    /// Dtype that replaces f32: f16, bf16 or f32.
     pub dtype: Option<DType>,
-    /// Names of nodes, or of values that they make, which keep f32.
+    /// Names of nodes, or of their outputs, that stay in f32.
     pub keep_f32: Vec<String>,
-    /// Passes that are on.
+    /// Enabled passes.
     pub passes: Passes,
     /// Tuned configs of kernels.
     pub ctx: Ctx,
@@ -44,31 +44,31 @@ pub struct Options {
 
 /// A model on a device.
 pub struct Model {
-    /// The graph for inputs of any shape, rewritten as far as their shapes do not matter.
+    /// The graph for inputs of any shape, after rewrites that do not depend on shapes.
     graph: Graph,
     opset: i64,
     options: Options,
     devices: Arc<Devices>,
     outputs: Vec<Option<DType>>,
-    /// Number of rewrites by each pass while the shapes were not known.
+    /// Rewrites per pass before the shapes were known.
     rewritten: Counts,
-    /// Frames by the shapes of their inputs, the latest last.
+    /// Frames by input shapes, most recent last.
     frames: Mutex<Vec<(Shapes, Frames)>>,
 }
 
 type Shapes = Vec<Vec<usize>>;
-/// Number of rewrites of a graph by each pass, with its name.
+/// Number of rewrites per pass, with its name.
 pub type Counts = Vec<(&'static str, usize)>;
 
-/// Returns random tensors of declared types. Dimensions without a number have `length`.
+/// Returns random tensors of declared types. Dimensions without a fixed length get `length`.
 ///
 /// # Errors
-/// [`OnnxError::Input`] for a value whose type is not known.
+/// [`OnnxError::Input`] for a value without a declared dtype and rank.
 pub fn random(values: &[ValueType], length: usize) -> Result<Vec<TensorData>, OnnxError> {
     let each = |(at, value): (usize, &ValueType)| {
         let unknown = || OnnxError::Input {
             name: value.name.clone(),
-            why: "its type is not known".to_owned(),
+            why: "cannot make random data: the file does not declare its dtype and rank".to_owned(),
         };
         let (dtype, shape) = value.dtype.zip(value.shape.as_ref()).ok_or_else(unknown)?;
         let shape: Vec<usize> = shape.iter().map(|own| own.parse().unwrap_or(length)).collect();
@@ -99,7 +99,7 @@ impl Model {
         let device: DispatchDevice = device.clone().inner().as_dispatch().clone();
         let devices = Arc::new(Devices::new(device, options.ctx.clone()));
         let rewritten = rewrite(&mut graph, opset, &options.passes);
-        // Every node that is not served is told before a run.
+        // Report every unsupported node at load.
         Program::check(&graph, opset, &devices)?;
         let frames = Mutex::default();
         Ok(Self { graph, opset, options, devices, outputs, rewritten, frames })
@@ -115,10 +115,10 @@ impl Model {
         types(&self.graph, &self.graph.outputs)
     }
 
-    /// Returns random inputs of the declared types. Dimensions without a number have `length`.
+    /// Returns random inputs of the declared types. Dimensions without a fixed length get `length`.
     ///
     /// # Errors
-    /// [`OnnxError::Input`] for an input whose type is not known.
+    /// [`OnnxError::Input`] for an input without a declared dtype and rank.
     pub fn random(&self, length: usize) -> Result<Vec<TensorData>, OnnxError> {
         random(&self.inputs(), length)
     }
@@ -129,23 +129,23 @@ impl Model {
     /// [`OnnxError`].
     pub fn run(&self, inputs: Vec<TensorData>) -> Result<Vec<TensorData>, OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = self.frames_of(&mut frames, inputs)?;
+        let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         let made = own.run()?;
         self.read(made)
     }
 
-    /// Runs the model on inputs again and again, and returns the time of each run.
+    /// Runs the model repeatedly, and measures the runs.
     ///
     /// # Errors
     /// [`OnnxError`].
     pub fn measure(&self, inputs: Vec<TensorData>, times: usize) -> Result<Speed, OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
         let started = Stopwatch::start();
-        let own = self.frames_of(&mut frames, inputs)?;
+        let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         let device = Device::new(self.devices.device.clone());
-        let wait = || device.sync().map_err(|why| invalid(format!("{why:?}")));
+        let wait = || device.sync().map_err(|why| device_failed(format!("{why:?}")));
         own.run()?;
         wait()?;
         let first = started.elapsed();
@@ -171,7 +171,7 @@ impl Model {
 
     fn read(&self, made: Vec<Array>) -> Result<Vec<TensorData>, OnnxError> {
         let data = made.iter().zip(&self.outputs).map(|(own, dtype)| {
-            let data = own.to_data().map_err(invalid)?;
+            let data = own.to_data().map_err(device_failed)?;
             Ok(match dtype {
                 Some(dtype) if dtype.is_float() => data.convert_dtype(*dtype),
                 _ => data,
@@ -185,7 +185,7 @@ impl Model {
         let ids = &self.graph.inputs;
         if inputs.len() != ids.len() {
             let (have, need) = (inputs.len(), ids.len());
-            return Err(invalid(format!("it has {need} inputs, and {have} are given")));
+            return Err(OnnxError::Argument(format!("expected {need} inputs, got {have}")));
         }
         for (id, data) in ids.iter().zip(inputs) {
             let value = &self.graph.values[*id];
@@ -197,8 +197,8 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the frames of inputs of these shapes, with these inputs.
-    fn frames_of<'a>(
+    /// Returns the frames for the shapes of these inputs, updated with these inputs.
+    fn prepare_frames<'a>(
         &self,
         frames: &'a mut Vec<(Shapes, Frames)>,
         inputs: Vec<TensorData>,
@@ -209,7 +209,7 @@ impl Model {
             Some(at) => {
                 let mut own = frames.remove(at).1;
                 for (at, data) in inputs.into_iter().enumerate() {
-                    own.refresh(at, data)?;
+                    own.update(at, data)?;
                 }
                 own
             }
@@ -225,24 +225,24 @@ impl Model {
         Ok(&mut frames.last_mut().expect("pushed").1)
     }
 
-    /// Runs the model kernel by kernel, without a graph of the device, for a trace. Results are not read.
+    /// Runs the model kernel by kernel, without a device graph, for a trace. Results are not read.
     ///
     /// # Errors
     /// [`OnnxError`].
     pub fn launch(&self, inputs: Vec<TensorData>) -> Result<(), OnnxError> {
         let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = self.frames_of(&mut frames, inputs)?;
+        let own = self.prepare_frames(&mut frames, inputs)?;
         let _guard = ops::stream_guard();
         own.launch().map(drop)
     }
 
-    /// Returns how often each pass rewrote the graph for inputs of these shapes, and the memory that runs need.
+    /// Returns the rewrites of each pass for inputs of these shapes, and the memory plan.
     ///
     /// # Errors
-    /// [`OnnxError::Invalid`] for a name in [`Options::keep_f32`] that no node has.
+    /// [`OnnxError`].
     pub fn plan(&self, shapes: &[Vec<usize>]) -> Result<(Counts, Plan), OnnxError> {
         let (graph, counts) = self.concrete(shapes)?;
-        Ok((counts, Plan::of(&graph)))
+        Ok((counts, Plan::new(&graph)))
     }
 
     /// Returns the number of shapes of inputs that frames are kept for.
@@ -256,12 +256,12 @@ impl Model {
         Program::new(&self.concrete(shapes)?.0, self.opset, &self.devices)
     }
 
-    /// Returns the graph for inputs of these shapes, and how often each pass rewrote it.
+    /// Returns the graph for inputs of these shapes, and the rewrites of each pass.
     fn concrete(&self, shapes: &[Vec<usize>]) -> Result<(Graph, Counts), OnnxError> {
         let mut graph = self.graph.clone();
         for (id, shape) in self.graph.inputs.iter().zip(shapes) {
             let shape = shape.iter().map(|len| Some(*len)).collect();
-            graph.values[*id].ty.learn(Type { dtype: None, shape: Some(shape) });
+            graph.values[*id].ty.refine(Type { dtype: None, shape: Some(shape) });
         }
         let more = rewrite(&mut graph, self.opset, &self.options.passes);
         let counts =
@@ -297,26 +297,26 @@ impl Model {
     }
 }
 
-/// Time of runs.
+/// Measured run times.
 #[derive(Debug, Clone)]
 pub struct Speed {
-    /// The first run, with its preparation.
+    /// The first run, including compilation.
     pub first: Duration,
-    /// A run, of many in a row.
+    /// Mean of back-to-back runs.
     pub frame: Duration,
-    /// Runs one by one, each with its launch and the wait for its end.
+    /// Single runs, each including launch and synchronization.
     pub each: Vec<Duration>,
-    /// Nodes that are replayed from graphs of the device.
+    /// Nodes that run as device graphs.
     pub captured: usize,
     /// All nodes.
     pub nodes: usize,
 }
 
 fn types(graph: &Graph, ids: &[usize]) -> Vec<ValueType> {
-    ids.iter().map(|id| ValueType::of(&graph.values[*id])).collect()
+    ids.iter().map(|id| ValueType::from_value(&graph.values[*id])).collect()
 }
 
-/// Reads a file, and returns its graph with the version of its operators.
+/// Reads a file, and returns its graph and opset.
 fn read(path: &Path, dimensions: &BTreeMap<String, u64>) -> Result<(Graph, i64), OnnxError> {
     let Source { mut model, mut files } = Source::open(path)?;
     prepare(&mut model, dimensions)?;
@@ -325,31 +325,31 @@ fn read(path: &Path, dimensions: &BTreeMap<String, u64>) -> Result<(Graph, i64),
     Ok((graph, opset))
 }
 
-/// Contents of a file, without a device.
+/// Contents of a file, read without a device.
 #[derive(Debug, Clone)]
 pub struct Inspection {
-    /// Version of the operators.
+    /// Opset of the domain `ai.onnx`.
     pub opset: i64,
     /// Names and types of the inputs.
     pub inputs: Vec<ValueType>,
     /// Names and types of the outputs.
     pub outputs: Vec<ValueType>,
-    /// Number of nodes by operator, in the file.
+    /// Number of nodes per operator in the file.
     pub operators: BTreeMap<String, usize>,
-    /// Number of nodes by operator, after the passes.
+    /// Number of nodes per operator after the passes.
     pub rewritten: BTreeMap<String, usize>,
-    /// Number of rewrites by each pass.
+    /// Number of rewrites per pass.
     pub passes: Counts,
     /// Nodes that cannot run.
     pub unserved: Vec<Fault>,
-    /// Memory that runs need.
+    /// Memory plan.
     pub plan: Plan,
 }
 
-/// Reads a file, and returns what it has and what passes find in it.
+/// Reads a file, and returns its contents, the rewrites of the passes and unsupported nodes.
 ///
 /// # Errors
-/// [`OnnxError`] for a file that is no model, or an invalid one. Nodes that cannot run are no error.
+/// [`OnnxError`] for a file that is not a valid model. Unsupported nodes are not an error.
 pub fn inspect(
     path: impl AsRef<Path>,
     dimensions: &BTreeMap<String, u64>,
@@ -376,11 +376,11 @@ pub fn inspect(
         rewritten: count(&graph),
         passes,
         unserved,
-        plan: Plan::of(&graph),
+        plan: Plan::new(&graph),
     })
 }
 
-/// Folds what is known, and runs passes.
+/// Folds constants, and runs the passes.
 fn rewrite(graph: &mut Graph, opset: i64, on: &Passes) -> Counts {
     fold::fold(graph, opset, &Devices::host());
     graph.sweep();

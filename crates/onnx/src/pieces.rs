@@ -8,7 +8,7 @@ use ops::{Ctx, Placed};
 
 use crate::OnnxError;
 use crate::array::Array;
-use crate::error::invalid;
+use crate::error::device_failed;
 use crate::graph::ValueId;
 use crate::run::{Program, Values};
 
@@ -100,7 +100,7 @@ impl Piece {
             State::Graph(own) if own.key == key => {
                 for (id, to) in self.reads.iter().zip(&own.given) {
                     if !program.is_input(*id) && !to.is_known() {
-                        to.assign(values.get(*id)?, ctx).map_err(invalid)?;
+                        to.assign(values.get(*id)?, ctx).map_err(device_failed)?;
                     }
                 }
                 // SAFETY: the closure holds clones of everything that it reads and writes, and the piece holds what its steps
@@ -108,7 +108,8 @@ impl Piece {
                 // use at a time. That thread captured the graph on its stream, and reads the results there before the next run.
                 let made = match unsafe { own.graph.replay() } {
                     Ok(made) => made.clone(),
-                    Err(why) => return Err(invalid(why.to_string())),
+                    Err(OnnxError::Node(fault)) => return Err(OnnxError::Node(fault.clone())),
+                    Err(why) => return Err(device_failed(why.to_string())),
                 };
                 program.drop_dead(&self.steps, values);
                 self.makes.iter().zip(made).for_each(|(id, array)| values.set(*id, array));
@@ -167,6 +168,6 @@ impl Piece {
 }
 
 fn key(of: &Array) -> Result<(Vec<usize>, DType, Option<TensorData>), OnnxError> {
-    let known = of.is_known().then(|| of.to_data()).transpose().map_err(invalid)?;
+    let known = of.is_known().then(|| of.to_data()).transpose().map_err(device_failed)?;
     Ok((of.shape(), of.dtype(), known))
 }

@@ -1,14 +1,15 @@
-//! Memory of results: which results live at once, laid into one buffer before anything is loaded.
+//! Memory plan of results: lifetimes, and offsets in one buffer, before anything is loaded.
 //!
-//! A result lives from the node that makes it to the last node that reads it or a view of it. Results of known size that our
-//! kernels make take places in the buffer; what Burn's operations make is allocated when it is made.
+//! A result lives from its producer to the last node that reads it or a view of it. Results of
+//! known size that our kernels write are placed in the buffer; results of Burn's operations are
+//! allocated when they are computed.
 
 use burn::tensor::DType;
 use ops::Lifetime;
 
 use crate::graph::{Graph, Node};
 
-/// Operators whose results our kernels make, on a device that has them.
+/// Operators whose results our kernels write, on a device that has them.
 const PLACED: [&str; 10] = [
     "Conv",
     "GroupNormalization",
@@ -22,7 +23,7 @@ const PLACED: [&str; 10] = [
     "flashover::Pointwise",
 ];
 
-/// Operators of Burn whose results are new memory, and no views.
+/// Operators of Burn whose results are new allocations, not views.
 const FRESH: [&str; 9] = [
     "ArgMax",
     "AveragePool",
@@ -35,10 +36,11 @@ const FRESH: [&str; 9] = [
     "Where",
 ];
 
-/// Lifetimes of the results that take places.
+/// Lifetimes of the results in the buffer.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lifetimes {
-    /// Parts of the buffer. A block holds one result, or several that are made in place of each other.
+    /// Blocks of the buffer. A block holds one result, or several that overwrite each other in
+    /// place.
     pub(crate) blocks: Vec<Lifetime>,
     /// Block of each result.
     pub(crate) results: Vec<usize>,
@@ -48,11 +50,11 @@ pub(crate) struct Lifetimes {
 
 impl Lifetimes {
     /// Finds the lifetimes of a graph whose shapes are known.
-    pub(crate) fn of(graph: &Graph) -> Self {
-        // Results that a value may be a view of.
+    pub(crate) fn new(graph: &Graph) -> Self {
+        // Results that each value may be a view of.
         let mut holds: Vec<Vec<usize>> = vec![Vec::new(); graph.values.len()];
         let mut own = Self::default();
-        // Nodes that were run when a result was last read.
+        // Index of the node that computes each result, and of the last node that reads it.
         let mut made_at = Vec::new();
         let mut ends: Vec<usize> = Vec::new();
         let mut sizes = Vec::new();
@@ -82,7 +84,7 @@ impl Lifetimes {
         for (result, at) in made_at.iter().enumerate() {
             let before = overwritten(graph, &graph.nodes[*at], &holds);
             let dies = |before: &usize| ends[*before] == *at && sizes[*before] == sizes[result];
-            // Time counts results.
+            // Time is measured in results.
             let to = made_at.partition_point(|at| *at <= ends[result]);
             match before.filter(dies) {
                 Some(before) => {
@@ -99,7 +101,7 @@ impl Lifetimes {
         own
     }
 
-    /// Returns the bytes of the largest set of results that live at once.
+    /// Returns the peak of live bytes.
     pub(crate) fn most_at_once(&self) -> u128 {
         let at = |time: usize| {
             let alive = self.blocks.iter().filter(|own| own.from <= time && time < own.to);
@@ -109,8 +111,9 @@ impl Lifetimes {
     }
 }
 
-/// Returns the result that a node may overwrite: an elementwise program reads each element where it writes one, if an input lies in
-/// memory as the result does, and no other input is a view of it.
+/// Returns the result that a node may overwrite in place. An elementwise program reads and writes
+/// each element at the same position, if an input has the layout of the result and no other input
+/// is a view of it.
 fn overwritten(graph: &Graph, node: &Node, holds: &[Vec<usize>]) -> Option<usize> {
     if node.op != "flashover::Pointwise" {
         return None;
@@ -118,7 +121,7 @@ fn overwritten(graph: &Graph, node: &Node, holds: &[Vec<usize>]) -> Option<usize
     let ty = &graph.values[(*node.outputs.first()?)?].ty;
     let shape = ty.known_shape()?;
     let is_whole = |id: &&usize| graph.values[**id].ty.known_shape().as_ref() == Some(&shape);
-    // The result lies as the first of these.
+    // The result has the layout of the first of these.
     let first = node.inputs.iter().flatten().find(is_whole)?;
     let [own] = holds[*first][..] else { return None };
     let maker = graph.nodes.iter().find(|node| node.outputs.first() == Some(&Some(*first)))?;
@@ -127,7 +130,7 @@ fn overwritten(graph: &Graph, node: &Node, holds: &[Vec<usize>]) -> Option<usize
     (fresh && !others.any(|id| holds[*id].contains(&own))).then_some(own)
 }
 
-/// Returns the bytes of a node's result, if it takes a place.
+/// Returns the bytes of a node's result, if it is placed in the buffer.
 fn placed(graph: &Graph, node: &Node) -> Option<u128> {
     if !PLACED.contains(&node.op.as_str()) || node.outputs.len() != 1 {
         return None;
@@ -138,28 +141,28 @@ fn placed(graph: &Graph, node: &Node) -> Option<u128> {
     (count > 0).then_some(count as u128 * dtype.size() as u128)
 }
 
-/// Memory of a model for inputs of given shapes.
+/// Memory plan of a model for given input shapes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// Bytes of the constants, as they lie on the device.
+    /// Bytes of the constants on the device.
     pub constants: u128,
     /// Bytes of the inputs.
     pub inputs: u128,
     /// Bytes of the buffer that results share.
     pub arena: u128,
-    /// Bytes of the largest set of those results that live at once.
+    /// Peak of live bytes of these results.
     pub alive: u128,
-    /// Results in the buffer.
+    /// Number of results in the buffer.
     pub placed: usize,
-    /// Bytes of all results with a known size, if each had its own memory.
+    /// Bytes of all results with a known size, without sharing.
     pub results: u128,
-    /// Nodes whose results have a size that only a run tells.
+    /// Number of results whose size is known only at run time.
     pub unknown: usize,
 }
 
 impl Plan {
-    pub(crate) fn of(graph: &Graph) -> Self {
-        let lifetimes = Lifetimes::of(graph);
+    pub(crate) fn new(graph: &Graph) -> Self {
+        let lifetimes = Lifetimes::new(graph);
         let bytes = |id: &usize| {
             let ty = &graph.values[*id].ty;
             let count: usize = ty.known_shape()?.iter().product();

@@ -1,14 +1,14 @@
-//! Floats of 16 bits in place of f32.
+//! Conversion of a graph from f32 to f16 or bf16.
 //!
-//! Inputs and outputs of a model stay as the file has them. These nodes keep f32: they read and make it.
+//! Inputs and outputs of a model keep the dtypes of the file. These nodes stay in f32:
 //!
-//! - Nodes that the caller names, which no pass rewrites; nodes that run graphs; nodes of quantisation.
-//! - Ranges, and the scales of resized images.
-//! - The nodes before a sine or cosine, which 16 bits would shift by whole periods.
-//! - The nodes before a root or logarithm, whose squares and differences 16 bits lose.
-//! - Casts of integers, and nodes with a constant that f16 has only as 0; and the arithmetic and casts that read their results.
+//! - nodes that the caller names, which no pass rewrites; control flow; quantisation;
+//! - ranges, and the scales of resized images;
+//! - nodes before a sine or cosine, whose arguments 16 bits would shift by whole periods;
+//! - nodes before a root or logarithm, whose squares and differences underflow in 16 bits;
+//! - casts of integers, nodes with a constant that underflows in f16, and arithmetic and casts that read their results.
 //!
-//! Statistics, softmax and sums are computed in f32 by their operators, whatever they read.
+//! Operators compute statistics, softmax and sums in f32 for any input dtype.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,17 +16,16 @@ use burn::tensor::DType;
 use ops::{Activation, Constant, Function, Operation, Program, Step};
 
 use crate::OnnxError;
-use crate::error::invalid;
 use crate::graph::{Attribute, Graph, Node, Type, Value, ValueId};
 use crate::tensor;
 
-/// Attribute of a node that the caller names.
+/// Attribute of nodes that the caller names.
 pub(crate) const KEPT: &str = "flashover keeps f32";
 
-/// Marks the nodes that keep f32: those with a name, or with a result of a name. No pass rewrites them.
+/// Marks nodes that stay in f32, by their name or the name of an output. No pass rewrites them.
 ///
 /// # Errors
-/// [`OnnxError::Invalid`] for a name that neither a node nor a result has.
+/// [`OnnxError::Argument`] for a name that no node and no value has.
 pub(crate) fn mark(graph: &mut Graph, names: &[String]) -> Result<(), OnnxError> {
     for name in names {
         let values = &graph.values;
@@ -34,8 +33,9 @@ pub(crate) fn mark(graph: &mut Graph, names: &[String]) -> Result<(), OnnxError>
         let mut found =
             graph.nodes.iter_mut().filter(|node| node.name == *name || made(node)).peekable();
         if found.peek().is_none() {
-            let hint = "hint: `flashover onnx profile` prints names of nodes";
-            return Err(invalid(format!("no node and no result is named `{name}`\n{hint}")));
+            let hint = "hint: `flashover onnx profile` prints the names of nodes";
+            let why = format!("expected the name of a node or value, got `{name}`\n{hint}");
+            return Err(OnnxError::Argument(why));
         }
         for node in found {
             node.attributes.insert(KEPT.to_owned(), Attribute::Int(1));
@@ -44,7 +44,7 @@ pub(crate) fn mark(graph: &mut Graph, names: &[String]) -> Result<(), OnnxError>
     Ok(())
 }
 
-/// Converts a graph to floats of 16 bits, but for some nodes.
+/// Converts a graph from f32 to 16 bits, except some nodes.
 pub(crate) fn convert(graph: &mut Graph, to: DType) {
     let waves = waves(graph);
     let (rooted, scaled) = (rooted(graph), scaled(graph));
@@ -66,7 +66,7 @@ pub(crate) fn convert(graph: &mut Graph, to: DType) {
         let sizes = matches!(node.op.as_str(), "Resize" | "Upsample");
         for (at, input) in node.inputs.iter_mut().enumerate() {
             let Some(id) = *input else { continue };
-            // Sizes are exact.
+            // Sizes must be exact.
             let wide = kept || sizes && at > 0;
             *input = Some(made.read(graph, id, if wide { DType::F32 } else { to }));
         }
@@ -90,7 +90,8 @@ pub(crate) fn convert(graph: &mut Graph, to: DType) {
     }
 }
 
-/// Returns which nodes make floats of integers, or read a number that is 0 in f16, and which scale their results.
+/// Returns true for nodes that cast integers to floats or read a constant that underflows in f16,
+/// and for arithmetic on their results.
 fn scaled(graph: &Graph) -> Vec<bool> {
     const SCALES: [&str; 8] =
         ["Add", "Ceil", "Div", "Floor", "Mul", "Round", "Sub", "flashover::Pointwise"];
@@ -137,8 +138,8 @@ fn scaled(graph: &Graph) -> Vec<bool> {
     each.collect()
 }
 
-/// Bounds the constants of a program that stand for infinity, such as -1e9 where a mask hides an element: f16 has them as infinity,
-/// and the softmax of a row that is hidden as a whole would be NaN.
+/// Bounds the constants of a program that stand for infinity, such as -1e9 for a masked element. They overflow to infinity in f16, and
+/// the softmax of a row that is masked completely would be NaN.
 fn bounded(program: &mut Program) {
     /// No factor is as large.
     const STANDS: f32 = 1e8;
@@ -157,13 +158,13 @@ fn bounded(program: &mut Program) {
 
 struct Converter {
     to: DType,
-    /// Values as f32, and in 16 bits.
+    /// Copies of values in f32 (`wide`) and in 16 bits (`narrow`).
     wide: HashMap<ValueId, ValueId>,
     narrow: HashMap<ValueId, ValueId>,
 }
 
 impl Converter {
-    /// Returns a value as floats of a type, adding a cast where one is needed.
+    /// Returns a value in a dtype; adds a cast if needed.
     fn read(&mut self, graph: &mut Graph, id: ValueId, want: DType) -> ValueId {
         let value = graph.values[id].clone();
         let have = match value.ty.dtype {
@@ -210,7 +211,8 @@ fn has_wave(node: &Node) -> bool {
     matches!(node.attributes.get("program"), Some(Attribute::Program(own)) if own.steps.iter().any(wave))
 }
 
-/// Returns true for a square root, a logarithm, and a power that is not a whole positive one.
+/// Returns true for a square root, a logarithm, and a power with another exponent than a positive
+/// integer.
 fn is_root(graph: &Graph, node: &Node) -> bool {
     match node.op.as_str() {
         "Sqrt" | "Log" => true,
@@ -236,9 +238,10 @@ fn is_root(graph: &Graph, node: &Node) -> bool {
     }
 }
 
-/// Returns which nodes are roots and logarithms, or the moves, folds and arithmetic that lead to them.
+/// Returns true for roots and logarithms, and for the moves, reductions and arithmetic before them.
 ///
-/// Behind a fold, such as the mean of a variance, a sum of two values ends the way: it is the stream that a norm reads.
+/// Before a reduction, such as the mean of a variance, the search stops at a sum of two values: it
+/// is the residual stream that a norm reads.
 fn rooted(graph: &Graph) -> Vec<bool> {
     const PASSED: [&str; 20] = [
         "Abs",
@@ -264,7 +267,7 @@ fn rooted(graph: &Graph) -> Vec<bool> {
     ];
     let varies = |id: &&ValueId| graph.values[**id].constant.is_none();
     let mut kept = vec![false; graph.nodes.len()];
-    // Values on the way to a root, and whether every way has a fold.
+    // Values that lead to a root; true if every path has a reduction.
     let mut read: HashMap<ValueId, bool> = HashMap::new();
     for (at, node) in graph.nodes.iter().enumerate().rev() {
         let root = is_root(graph, node).then_some(false);
@@ -285,7 +288,7 @@ fn rooted(graph: &Graph) -> Vec<bool> {
     kept
 }
 
-/// Returns the values that sines and cosines are computed from, and these.
+/// Returns the values that sines and cosines depend on, and their results.
 fn waves(graph: &Graph) -> HashSet<ValueId> {
     const PASSED: [&str; 18] = [
         "Add",
@@ -317,7 +320,7 @@ fn waves(graph: &Graph) -> HashSet<ValueId> {
         if wave {
             found.extend(node.outputs.iter().flatten());
         }
-        // What the others of their readers make is not part of it.
+        // Other readers of these values are not included.
         found.extend(
             node.inputs.iter().flatten().filter(|id| graph.values[**id].constant.is_none()),
         );

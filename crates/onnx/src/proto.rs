@@ -1,12 +1,13 @@
-//! Messages of an ONNX file.
+//! Protobuf messages of ONNX.
 //!
-//! Source: onnx.proto of ONNX 1.22 (IR version 13). Fields that change no result are left out, and are lost when a message is
-//! written: documentation, metadata, quantisation annotations, and devices.
+//! Source: onnx.proto of ONNX 1.22 (IR version 13). Fields without effect on results are omitted,
+//! and are lost when a message is written: documentation, metadata, quantisation annotations and
+//! devices.
 
 use bytes::Bytes;
 use prost::{Enumeration, Message, Oneof};
 
-/// A model: a graph, and the versions of the operators that it uses.
+/// A model: a graph and its opsets.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct ModelProto {
     #[prost(int64, tag = "1")]
@@ -23,7 +24,7 @@ pub(crate) struct ModelProto {
     pub functions: Vec<FunctionProto>,
 }
 
-/// The version of the operators of a domain.
+/// The opset of a domain.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct OperatorSetIdProto {
     #[prost(string, tag = "1")]
@@ -70,7 +71,7 @@ pub(crate) struct NodeProto {
     pub overload: String,
 }
 
-/// Named data of a node.
+/// An attribute of a node.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct AttributeProto {
     #[prost(string, tag = "1")]
@@ -139,7 +140,7 @@ pub(crate) enum TypeValue {
     Optional(Box<ElementTypeProto>),
 }
 
-/// A tensor's element type and shape.
+/// Dtype and shape of a tensor.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct TensorTypeProto {
     #[prost(int32, tag = "1")]
@@ -148,7 +149,7 @@ pub(crate) struct TensorTypeProto {
     pub shape: Option<TensorShapeProto>,
 }
 
-/// The type of what a sequence or an optional value holds.
+/// The element type of a sequence or an optional value.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct ElementTypeProto {
     #[prost(message, optional, boxed, tag = "1")]
@@ -175,7 +176,7 @@ pub(crate) struct Dimension {
     pub value: Option<Length>,
 }
 
-/// Length of a dimension: a number, or a name for one.
+/// Length of a dimension: a number or a name.
 #[derive(Clone, PartialEq, Oneof)]
 pub(crate) enum Length {
     #[prost(int64, tag = "1")]
@@ -184,7 +185,7 @@ pub(crate) enum Length {
     Name(String),
 }
 
-/// A tensor. Its data lie in one of the lists, or in another file.
+/// A tensor. Its data are in one of the lists or in an external file.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct TensorProto {
     #[prost(int64, repeated, packed = "false", tag = "1")]
@@ -209,7 +210,7 @@ pub(crate) struct TensorProto {
     pub uint64_data: Vec<u64>,
     #[prost(message, repeated, tag = "13")]
     pub external_data: Vec<StringStringEntryProto>,
-    /// 1 if the data are in another file.
+    /// 1 if the data are in an external file.
     #[prost(int32, tag = "14")]
     pub data_location: i32,
 }
@@ -232,7 +233,7 @@ pub(crate) struct SparseTensorProto {
     pub dims: Vec<i64>,
 }
 
-/// A function: nodes that take the place of a call of it.
+/// A function, whose nodes replace each call.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct FunctionProto {
     #[prost(string, tag = "1")]

@@ -1,4 +1,4 @@
-//! Types of results by rules of our own: for operators that onnx-ir does not have, or infers wrongly, or that are many in a graph.
+//! Type inference rules for operators that onnx-ir lacks or infers wrongly, or that are frequent.
 
 use burn::tensor::DType;
 
@@ -7,7 +7,7 @@ use crate::tensor::BOOL;
 
 type Dims = Vec<Option<usize>>;
 
-/// Operators whose results have the type of their first input.
+/// Operators whose output has the type of the first input.
 const LIKE_FIRST: [&str; 40] = [
     "Abs",
     "Celu",
@@ -51,25 +51,25 @@ const LIKE_FIRST: [&str; 40] = [
     "com.microsoft::SkipSimplifiedLayerNormalization",
 ];
 
-/// Operators whose inputs broadcast, and whose results have the element type of the first.
+/// Operators whose inputs broadcast, and whose output has the dtype of the first.
 const ARITHMETIC: [&str; 12] =
     ["Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "PRelu", "Where"];
 
-/// Operators whose inputs broadcast to bools.
+/// Operators whose inputs broadcast, and whose output is bool.
 const LOGIC: [&str; 8] =
     ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor"];
 
-/// Operators that keep the number of dimensions, and whose lengths onnx-ir 0.22.0 infers wrongly.
+/// Operators that keep the rank, and whose lengths onnx-ir 0.22.0 infers wrongly.
 const SAME_RANK: [&str; 6] = ["CenterCropPad", "Pad", "Resize", "Slice", "Tile", "Upsample"];
 
-/// Returns the types of a node's outputs; none if there is no rule.
-pub(crate) fn of_outputs(graph: &Graph, node: &Node) -> Option<Vec<Type>> {
+/// Returns the output types of a node; None without a rule.
+pub(crate) fn infer(graph: &Graph, node: &Node) -> Option<Vec<Type>> {
     let mut types = vec![Type::default(); node.outputs.len()];
-    *types.first_mut()? = first(graph, node)?;
+    *types.first_mut()? = infer_first(graph, node)?;
     Some(types)
 }
 
-fn first(graph: &Graph, node: &Node) -> Option<Type> {
+fn infer_first(graph: &Graph, node: &Node) -> Option<Type> {
     let ty = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??].ty);
     let op = node.op.as_str();
     if LIKE_FIRST.contains(&op) {
@@ -96,7 +96,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let to = int(node, "to").and_then(|to| crate::tensor::dtype(to as i32).ok())?;
             return Some(Type { dtype: Some(to), shape: x.shape.clone() });
         }
-        "MatMul" => product(x.shape.as_ref()?, ty(1)?.shape.as_ref()?)?,
+        "MatMul" => matmul_shape(x.shape.as_ref()?, ty(1)?.shape.as_ref()?)?,
         "Gemm" => {
             let (a, b) = (x.shape.as_ref()?, ty(1)?.shape.as_ref()?);
             let [rows, columns] = [("transA", 0), ("transB", 1)]
@@ -107,7 +107,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let all =
                 (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
             let mut shape = all.first()?.clone();
-            let axis = place(int(node, "axis").unwrap_or(1), shape.len())?;
+            let axis = axis_index(int(node, "axis").unwrap_or(1), shape.len())?;
             for own in &all[1..] {
                 for (at, (have, other)) in shape.iter_mut().zip(own).enumerate() {
                     *have = if at == axis {
@@ -121,7 +121,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
         }
         "Gather" => {
             let (own, indices) = (x.shape.as_ref()?, ty(1)?.shape.as_ref()?);
-            let axis = place(int(node, "axis").unwrap_or(0), own.len())?;
+            let axis = axis_index(int(node, "axis").unwrap_or(0), own.len())?;
             [&own[..axis], indices, &own[axis + 1..]].concat()
         }
         "Range" => {
@@ -137,7 +137,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             match node.attributes.get("perm") {
                 Some(Attribute::Ints(order)) => order
                     .iter()
-                    .map(|at| own.get(place(*at, own.len())?).copied())
+                    .map(|at| own.get(axis_index(*at, own.len())?).copied())
                     .collect::<Option<_>>()?,
                 _ => own.iter().rev().copied().collect(),
             }
@@ -145,13 +145,13 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
         "flashover::Pointwise" => {
             let shapes =
                 (0..node.given).map(|at| ty(at)?.shape.clone()).collect::<Option<Vec<_>>>()?;
-            // Bools or floats: that which it had.
+            // Bool or float: the dtype is already known.
             return Some(Type { dtype: None, shape: broadcast(&shapes) });
         }
         "flashover::Linear" => {
             let mut shape = x.shape.clone()?;
-            let turned = int(node, "transB") == Some(1);
-            *shape.last_mut()? = ty(1)?.shape.as_ref()?[usize::from(!turned)];
+            let transposed = int(node, "transB") == Some(1);
+            *shape.last_mut()? = ty(1)?.shape.as_ref()?[usize::from(!transposed)];
             shape
         }
         "flashover::Int8" => {
@@ -160,7 +160,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let dtype = if int(node, "integer") == Some(1) { Some(DType::I32) } else { dtype };
             return Some(Type { dtype, shape: Some(shape) });
         }
-        // Without a key, all are in the first input.
+        // Without a key, q, k and v are packed in the first input.
         "com.microsoft::GroupQueryAttention" => ty(1).and(x.shape.clone())?,
         "flashover::Attention" => {
             let mut shape = x.shape.clone()?;
@@ -178,7 +178,7 @@ fn first(graph: &Graph, node: &Node) -> Option<Type> {
             let (mut shape, weight) = (x.shape.clone()?, ty(1)?.shape.clone()?);
             shape[1] = weight[0];
             for at in 2..shape.len() {
-                shape[at] = conv(node, at - 2, shape.len() - 2, shape[at], weight[at]);
+                shape[at] = conv_length(node, at - 2, shape.len() - 2, shape[at], weight[at]);
             }
             shape
         }
@@ -194,11 +194,12 @@ fn int(node: &Node, name: &str) -> Option<i64> {
     }
 }
 
-fn place(axis: i64, rank: usize) -> Option<usize> {
+fn axis_index(axis: i64, rank: usize) -> Option<usize> {
     crate::ops::axis(axis, rank).ok()
 }
 
-/// Returns the shape that others broadcast to. A length of 1 that another has not is known only if all are.
+/// Returns the shape that shapes broadcast to. A length is known to be 1 only if all lengths are
+/// known.
 fn broadcast(shapes: &[Dims]) -> Option<Dims> {
     let rank = shapes.iter().map(Vec::len).max()?;
     let dim = |at: usize| {
@@ -212,7 +213,7 @@ fn broadcast(shapes: &[Dims]) -> Option<Dims> {
     Some((0..rank).map(dim).collect())
 }
 
-fn product(a: &Dims, b: &Dims) -> Option<Dims> {
+fn matmul_shape(a: &Dims, b: &Dims) -> Option<Dims> {
     if a.len() < 2 || b.len() < 2 {
         return None;
     }
@@ -222,8 +223,8 @@ fn product(a: &Dims, b: &Dims) -> Option<Dims> {
     Some(shape)
 }
 
-/// Returns the length of a convolution's result in one of `rank` dimensions.
-fn conv(
+/// Returns the output length of a convolution along spatial dimension `at` of `rank`.
+fn conv_length(
     node: &Node,
     at: usize,
     rank: usize,
@@ -245,9 +246,9 @@ fn conv(
     Some(padded.checked_sub(reach)? / stride + 1)
 }
 
-/// Returns the type of a result that may be much larger than its inputs, and whose lengths are constants. A length may differ a little
-/// from that of a run: the type tells whether one is possible.
-pub(crate) fn grown(graph: &Graph, node: &Node) -> Option<Type> {
+/// Returns an approximate type of an output that may be much larger than its inputs, and whose
+/// lengths are constants. It serves to check that the output fits in memory.
+pub(crate) fn large_result(graph: &Graph, node: &Node) -> Option<Type> {
     let value = |at: usize| Some(&graph.values[node.inputs.get(at).copied()??]);
     let numbers = |at: usize| {
         let own = value(at)?.constant.as_ref()?.data();
@@ -285,7 +286,8 @@ pub(crate) fn grown(graph: &Graph, node: &Node) -> Option<Type> {
     Some(Type { dtype, shape: Some(shape.into_iter().map(Some).collect()) })
 }
 
-/// Returns true for operators that only move elements: a run on zeros tells their types for nothing.
+/// Returns true for operators that only move elements: a run on zeros infers their types at no
+/// cost.
 pub(crate) fn moves(op: &str) -> bool {
     const MOVES: [&str; 13] = [
         "CenterCropPad",
@@ -305,7 +307,7 @@ pub(crate) fn moves(op: &str) -> bool {
     MOVES.contains(&op)
 }
 
-/// Returns the element type of a bool, whatever a device stores.
-pub(crate) fn of_host(dtype: DType) -> DType {
+/// Returns the host dtype: bools are [`BOOL`], however a device stores them.
+pub(crate) fn host_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::Bool(_)) { BOOL } else { dtype }
 }

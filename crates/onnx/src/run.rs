@@ -1,4 +1,4 @@
-//! Runs of graphs, node by node.
+//! Runs graphs node by node.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
@@ -11,21 +11,21 @@ use burn::tensor::{DType, Device};
 use ops::{Ctx, Placed};
 
 use crate::array::{Array, Kind, kind};
-use crate::devices::{Devices, Form};
-use crate::error::invalid;
+use crate::devices::{Devices, Layout};
+use crate::error::{device_failed, invalid};
 use crate::graph::{Attribute, Graph, Node, Type, ValueId};
 use crate::limits::fits;
 use crate::memo::{Memo, copies};
-use crate::ops::fused::{WIDE, is_ours};
+use crate::ops::fused::{PADDED_CHANNELS, is_ours};
 use crate::ops::{Inputs, Run, operator};
-use crate::passes::place;
+use crate::passes::operand;
 use crate::plan::Lifetimes;
 use crate::{Fault, OnnxError};
 
-/// A graph whose operators are read, with its constants on a device.
+/// A graph with its operators, and its constants on a device.
 pub(crate) struct Program {
     steps: Vec<Step>,
-    /// Constants, by value.
+    /// Constants by value id.
     constants: Vec<Option<Array>>,
     inputs: Vec<ValueId>,
     outputs: Vec<ValueId>,
@@ -38,7 +38,7 @@ pub(crate) struct Program {
 struct Step {
     node: Node,
     run: Run,
-    /// Values that no later step reads.
+    /// Values whose last reader is this step.
     last: Vec<ValueId>,
     memo: Mutex<Memo>,
 }
@@ -47,7 +47,8 @@ impl Program {
     /// Reads the operators of a graph.
     ///
     /// # Errors
-    /// [`OnnxError::Unserved`] with every node that cannot run; [`OnnxError::Node`] for a result that does not fit in memory.
+    /// [`OnnxError::Unserved`] with every unsupported node; [`OnnxError::Node`] for a result that
+    /// does not fit in memory.
     pub(crate) fn new(
         graph: &Graph,
         opset: i64,
@@ -78,28 +79,29 @@ impl Program {
             inputs: graph.inputs.iter().chain(&graph.captured).copied().collect(),
             outputs: graph.outputs.clone(),
             types: graph.values.iter().map(|value| value.ty.clone()).collect(),
-            lifetimes: Lifetimes::of(graph),
+            lifetimes: Lifetimes::new(graph),
             devices: devices.clone(),
         })
     }
 
-    /// Allocates the buffer that results share; none if there are none, or if the device has no buffers of this size.
+    /// Allocates the shared buffer of the results; None without results, or if the device has no
+    /// buffer of this size.
     ///
     /// # Errors
-    /// The device has no kernels of ours.
+    /// Our kernels do not run on the device.
     pub(crate) fn placed(&self, device: &Device) -> Result<Option<Placed>, OnnxError> {
         let Lifetimes { blocks, results, .. } = &self.lifetimes;
         if results.is_empty() {
             return Ok(None);
         }
         let placed = Placed::new(blocks, results, device);
-        placed.map_err(|why| invalid(why.to_string()))
+        placed.map_err(|why| device_failed(why.to_string()))
     }
 
     /// Checks that all operators of a graph are supported.
     ///
     /// # Errors
-    /// [`OnnxError::Unserved`] with every node that cannot run.
+    /// [`OnnxError::Unserved`] with every unsupported node.
     pub(crate) fn check(
         graph: &Graph,
         opset: i64,
@@ -108,7 +110,8 @@ impl Program {
         read(graph, opset, devices).map(drop)
     }
 
-    /// Runs all nodes, given the inputs and then the captured values.
+    /// Runs all nodes on the inputs, followed by captured values. In a rehearsal it launches none
+    /// of our kernels, and stops at the first copy between host and device.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
@@ -131,7 +134,7 @@ impl Program {
         self.inputs.contains(&id)
     }
 
-    /// Returns the values before the first step, given the inputs and then the captured values.
+    /// Returns the values before the first step: the inputs, followed by captured values.
     pub(crate) fn begin(&self, given: Vec<Array>) -> Values {
         let mut values = self.constants();
         self.inputs.iter().zip(given).for_each(|(id, array)| values.set(*id, array));
@@ -151,7 +154,7 @@ impl Program {
         self.outputs.iter().map(|id| values.get(*id).cloned()).collect()
     }
 
-    /// Returns the values from before some steps that these read, and the values of these steps that are read after them.
+    /// Returns the values that a range of steps reads from before it, and those that it makes for later steps.
     pub(crate) fn borders(&self, steps: &Range<usize>) -> (Vec<ValueId>, Vec<ValueId>) {
         let (mut reads, mut makes) = (BTreeSet::new(), BTreeSet::new());
         for step in &self.steps[steps.clone()] {
@@ -164,13 +167,13 @@ impl Program {
         (reads.into_iter().collect(), makes.into_iter().collect())
     }
 
-    /// Drops the values that no step after these reads.
+    /// Drops the values that no step after the range reads.
     pub(crate) fn drop_dead(&self, steps: &Range<usize>, values: &mut Values) {
         let dead = self.steps[steps.clone()].iter().flat_map(|step| &step.last);
         dead.for_each(|id| values.0[*id] = None);
     }
 
-    /// Returns what steps copied to the device in their last run, and keep for the next one.
+    /// Returns the host-device copies that the steps keep for their next run.
     pub(crate) fn copied(&self, steps: &Range<usize>) -> Vec<Array> {
         let memo = |step: &Step| {
             let memo = step.memo.lock().unwrap_or_else(PoisonError::into_inner);
@@ -179,10 +182,10 @@ impl Program {
         self.steps[steps.clone()].iter().flat_map(memo).collect()
     }
 
-    /// Runs some steps, with results in places that were allocated before. Returns the steps that copied between host and device.
+    /// Runs a range of steps, with results in a preallocated buffer. Returns the steps that copied between host and device.
     ///
-    /// With the context of a rehearsal it launches no kernel of ours, and ends at the first step that copies, or that runs another
-    /// graph: what a rehearsal reads is not written, and must not decide anything.
+    /// In a rehearsal it launches none of our kernels, and stops at the first step that copies or runs a subgraph: values are not
+    /// computed and must not control the run.
     ///
     /// # Errors
     /// [`OnnxError::Node`].
@@ -195,7 +198,7 @@ impl Program {
     ) -> Result<Vec<usize>, OnnxError> {
         let first = self.lifetimes.of_node[..steps.start].iter().flatten().count();
         let pass = placed.map(|placed| placed.pass_from(first)).transpose();
-        let pass = pass.map_err(|why| invalid(why.to_string()))?;
+        let pass = pass.map_err(|why| device_failed(why.to_string()))?;
         let mut copying = Vec::new();
         for at in steps {
             let step = &self.steps[at];
@@ -268,7 +271,7 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
         }
         let node = &node;
         if let Some(dtype) = missing(graph, node, devices) {
-            faults.push(Fault::new(node, format!("the device has no {dtype:?}")));
+            faults.push(Fault::new(node, format!("the device does not support dtype {dtype:?}")));
             continue;
         }
         match operator(node, opset, devices) {
@@ -282,7 +285,7 @@ fn read(graph: &Graph, opset: i64, devices: &Arc<Devices>) -> Result<Vec<Step>, 
     if faults.is_empty() { Ok(steps) } else { Err(OnnxError::Unserved(faults)) }
 }
 
-/// Returns a type of floats that a node reads or makes, and that the device does not have.
+/// Returns a float dtype of an input or output that the device does not support.
 fn missing(graph: &Graph, node: &Node, devices: &Devices) -> Option<DType> {
     let ids = node.inputs.iter().chain(&node.outputs).flatten();
     let mut floats = ids.filter_map(|id| graph.values[*id].ty.dtype).filter(DType::is_float);
@@ -293,8 +296,8 @@ fn is_conv(node: &Node) -> bool {
     node.op == "Conv" || node.op == "flashover::Conv"
 }
 
-/// Returns the channels of an image that a convolution reads as [`WIDE`] ones, because rows of so few are not read in whole lines;
-/// none for other convolutions.
+/// Returns the channels of an image that is padded to [`PADDED_CHANNELS`], so that a convolution
+/// reads it in vectors; None for other convolutions.
 fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> {
     let id = node.inputs.get(1).copied().flatten().filter(|_| is_conv(node))?;
     let read = graph.nodes.iter().filter(|own| own.inputs.contains(&Some(id))).count();
@@ -305,16 +308,17 @@ fn few_channels(graph: &Graph, node: &Node, devices: &Devices) -> Option<usize> 
         Some(Attribute::Ints(own)) => own.as_slice(),
         _ => &[],
     };
-    // Windows side by side are rows of a product.
-    let beside = ints("strides").iter().copied().eq(kernel.iter().map(|own| *own as i64));
+    // Windows that do not overlap are rows of a matmul.
+    let patches = ints("strides").iter().copied().eq(kernel.iter().map(|own| *own as i64));
     let plain = matches!(node.attributes.get("group"), None | Some(Attribute::Int(1)))
-        && node.inputs.get(place::SECOND).copied().flatten().is_none();
+        && node.inputs.get(operand::SECOND).copied().flatten().is_none();
     let ours = devices.has_kernels() && value.ty.dtype.is_some_and(is_ours);
-    let fits = ours && plain && read == 1 && !beside && matches!(kernel.len(), 1 | 2);
-    (fits && *channels < WIDE && !channels.is_multiple_of(4) && *channels > 2).then_some(*channels)
+    let fits = ours && plain && read == 1 && !patches && matches!(kernel.len(), 1 | 2);
+    (fits && *channels < PADDED_CHANNELS && !channels.is_multiple_of(4) && *channels > 2)
+        .then_some(*channels)
 }
 
-/// Returns the constants that are read, on the device.
+/// Copies the used constants to the device.
 fn constants(
     graph: &Graph,
     read: &[bool],
@@ -324,16 +328,16 @@ fn constants(
     for node in graph.nodes.iter().filter(|node| devices.has_kernels() && is_conv(node)) {
         let Some(id) = node.inputs.get(1).copied().flatten() else { continue };
         let few = few_channels(graph, node, devices).is_some();
-        filters.insert(id, if few { Form::Widened } else { Form::ChannelsLast });
+        filters.insert(id, if few { Layout::PaddedChannels } else { Layout::ChannelsLast });
     }
     let own = |(id, value): (usize, &crate::graph::Value)| {
         let Some(data) = value.constant.as_ref().filter(|_| read[id]) else { return Ok(None) };
         let dtype = value.ty.dtype.unwrap_or(data.dtype);
         let image = (3..=4).contains(&data.shape.len()) && kind(dtype) == Kind::Float;
-        let form = filters.get(&id).filter(|_| image && dtype != DType::F64);
-        let form = form.copied().unwrap_or(Form::Dense);
+        let layout = filters.get(&id).filter(|_| image && dtype != DType::F64);
+        let layout = layout.copied().unwrap_or(Layout::Dense);
         devices
-            .constant(data, dtype, form)
+            .constant(data, dtype, layout)
             .map(Some)
             .map_err(|why| OnnxError::Tensor { name: value.name.clone(), why })
     };
@@ -364,5 +368,7 @@ pub(crate) fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, St
 
 fn panic_text(why: &(dyn std::any::Any + Send)) -> String {
     let text = why.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| why.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
+    text.or_else(|| why.downcast_ref::<&str>().copied())
+        .unwrap_or("the operator panicked")
+        .to_owned()
 }

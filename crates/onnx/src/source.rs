@@ -1,4 +1,4 @@
-//! An ONNX file, and the files beside it that hold its large tensors.
+//! An ONNX file, and its external data files.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,15 +11,15 @@ use prost::Message;
 use crate::OnnxError;
 use crate::proto::{ModelProto, TensorProto};
 
-/// An opened file. Data of tensors stay in mapped memory until they are used.
+/// An opened file. Tensor data stay in mapped memory until they are used.
 pub(crate) struct Source {
     pub(crate) model: ModelProto,
     pub(crate) files: Files,
 }
 
-/// Files with data of tensors, mapped when a tensor first needs one.
+/// External data files, mapped at first use.
 pub(crate) struct Files {
-    /// Folder of the model; none for a model that was in memory.
+    /// Folder of the model; None for a model in memory.
     folder: Option<PathBuf>,
     mapped: HashMap<String, Bytes>,
 }
@@ -37,25 +37,25 @@ fn decode(bytes: Bytes, path: &Path) -> Result<ModelProto, OnnxError> {
     let model = ModelProto::decode(bytes).map_err(|why| failed(why.to_string()))?;
     match model.graph {
         Some(_) => Ok(model),
-        None => Err(failed("it has no graph".to_owned())),
+        None => Err(failed("the file has no graph".to_owned())),
     }
 }
 
 fn map(path: &Path) -> Result<Bytes, OnnxError> {
     let failed = |why| OnnxError::Read { path: path.to_owned(), why };
     let file = File::open(path).map_err(failed)?;
-    // SAFETY: as for other checkpoints, nobody changes the file while it is used.
+    // SAFETY: as for other checkpoints, the file must not change while it is in use.
     let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
     Ok(Bytes::from_owner(map))
 }
 
 impl Files {
-    /// No files: data in others are not found.
+    /// Returns no files: external data are an error.
     pub(crate) fn none() -> Self {
         Self { folder: None, mapped: HashMap::new() }
     }
 
-    /// Returns the bytes of a tensor in another file.
+    /// Returns the external data of a tensor.
     pub(crate) fn bytes(&mut self, tensor: &TensorProto) -> Result<Bytes, OnnxError> {
         let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
         let entry = |key: &str| {
@@ -63,15 +63,17 @@ impl Files {
         };
         let number = |key: &str| match entry(key) {
             None => Ok(None),
-            Some(text) => text
-                .parse::<usize>()
-                .map(Some)
-                .map_err(|_| failed(format!("`{text}` is no {key} in a file"))),
+            Some(text) => text.parse::<usize>().map(Some).map_err(|_| {
+                failed(format!("expected a number as {key} of external data, got `{text}`"))
+            }),
         };
         let (offset, length) = (number("offset")?.unwrap_or(0), number("length")?);
-        let location = entry("location").ok_or_else(|| failed("it names no file".to_owned()))?;
+        let location = entry("location")
+            .ok_or_else(|| failed("its external data have no location".to_owned()))?;
         let Some(folder) = &self.folder else {
-            return Err(failed(format!("its data are in {location}, and the model has no folder")));
+            return Err(failed(format!(
+                "expected data in the tensor, got external data in {location}"
+            )));
         };
         if !self.mapped.contains_key(location) {
             let path = inside(folder, location).map_err(failed)?;
@@ -81,22 +83,28 @@ impl Files {
         let end = length.map_or(Some(all.len()), |length| offset.checked_add(length));
         match end.filter(|end| offset <= *end && *end <= all.len()) {
             Some(end) => Ok(all.slice(offset..end)),
-            None => Err(failed(format!("{location} ends before its data do"))),
+            None => {
+                let have = all.len();
+                Err(failed(format!(
+                    "{location} has {have} bytes and ends before the tensor's data"
+                )))
+            }
         }
     }
 }
 
-/// Returns the path of a file in `folder`; an error if it leads out of the folder.
+/// Returns the path of a file in `folder`; an error for a path outside of it.
 fn inside(folder: &Path, location: &str) -> Result<PathBuf, String> {
     let relative = Path::new(location);
     let down =
         relative.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
-    let out = || format!("{location} is outside the model's folder");
+    let hint = "hint: move external data into the model's folder";
+    let out = || format!("{location} is outside the model's folder\n{hint}");
     if !down {
         return Err(out());
     }
     let path = folder.join(relative);
-    // A link may lead out, too.
+    // A symbolic link may also lead outside.
     let real =
         |path: &Path| path.canonicalize().map_err(|why| format!("cannot read {location}: {why}"));
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };

@@ -1,4 +1,4 @@
-//! Tensors of ONNX files.
+//! Tensors in ONNX files.
 
 use burn::tensor::{AllocationProperty, BoolStore, DType, TensorData};
 use bytes::Bytes;
@@ -8,14 +8,15 @@ use crate::OnnxError;
 use crate::proto::{DataType, TensorProto};
 use crate::source::Files;
 
-/// The element type of bools on the host.
+/// The dtype of bools on the host.
 pub(crate) const BOOL: DType = DType::Bool(BoolStore::Native);
 
-/// Returns the element type of a number in a file; an error in words for those that are not supported.
+/// Converts ONNX's number of an element type to a dtype; an error if it is not supported.
 pub(crate) fn dtype(number: i32) -> Result<DType, String> {
     use DataType as T;
-    let of = T::try_from(number).map_err(|_| format!("{number} is no element type"))?;
-    Ok(match of {
+    let data_type = T::try_from(number)
+        .map_err(|_| format!("expected an element type from 1 to 26, got {number}"))?;
+    Ok(match data_type {
         T::Float => DType::F32,
         T::Double => DType::F64,
         T::Float16 => DType::F16,
@@ -29,61 +30,64 @@ pub(crate) fn dtype(number: i32) -> Result<DType, String> {
         T::Uint32 => DType::U32,
         T::Uint64 => DType::U64,
         T::Bool => BOOL,
-        other => return Err(format!("elements of type {other:?} are not supported")),
+        other => return Err(format!("dtype {other:?} is not supported")),
     })
 }
 
-/// Returns the number of an element type in a file: the inverse of [`dtype`].
-pub(crate) fn number(of: DType) -> Option<i32> {
-    let of = if matches!(of, DType::Bool(_)) { BOOL } else { of };
-    (1..=16).find(|number| dtype(*number) == Ok(of))
+/// Converts a dtype to ONNX's number: the inverse of [`dtype`].
+pub(crate) fn number(element: DType) -> Option<i32> {
+    let element = if matches!(element, DType::Bool(_)) { BOOL } else { element };
+    (1..=16).find(|number| dtype(*number) == Ok(element))
 }
 
-/// Reads a tensor. Data in files stay there.
+/// Reads a tensor. External data stay in the mapped file.
 pub(crate) fn read(tensor: &TensorProto, files: &mut Files) -> Result<Constant, OnnxError> {
     let failed = |why: String| OnnxError::Tensor { name: tensor.name.clone(), why };
     let dtype = dtype(tensor.data_type).map_err(failed)?;
     let shape = tensor
         .dims
         .iter()
-        .map(|own| usize::try_from(*own).map_err(|_| failed(format!("a dimension is {own}"))))
+        .map(|own| {
+            usize::try_from(*own)
+                .map_err(|_| failed(format!("expected dimensions of 0 or more, got {own}")))
+        })
         .collect::<Result<Vec<_>, _>>()?;
     let need = shape
         .iter()
         .try_fold(dtype.size(), |all, own| all.checked_mul(*own))
-        .ok_or_else(|| failed("it is larger than memory".to_owned()))?;
+        .ok_or_else(|| failed(format!("shape {shape:?} is too large")))?;
     let bytes = match tensor.data_location {
         0 => listed(tensor, dtype),
         1 => files.bytes(tensor)?,
-        other => return Err(failed(format!("{other} is no place of data"))),
+        other => return Err(failed(format!("expected data_location 0 or 1, got {other}"))),
     };
     if bytes.len() != need {
-        return Err(failed(format!("it needs {need} bytes, and has {}", bytes.len())));
+        return Err(failed(format!("expected {need} bytes of data, got {}", bytes.len())));
     }
     if matches!(dtype, DType::Bool(_)) && bytes.iter().any(|byte| *byte > 1) {
-        return Err(failed("a bool is neither 0 nor 1".to_owned()));
+        return Err(failed("expected bytes 0 or 1 as bools".to_owned()));
     }
     Ok(Constant { bytes, shape, dtype })
 }
 
-/// Reads a tensor in a file of its own, as ONNX's tests have them, and returns its name.
+/// Decodes a `TensorProto`, the format of ONNX's test data. Returns its name and data.
 ///
 /// # Errors
-/// [`OnnxError::Tensor`] for bytes that are no tensor, or one of a type that is not supported.
+/// [`OnnxError::Tensor`] for bytes that are not a tensor, or for an unsupported dtype.
 pub fn decode_tensor(bytes: &[u8]) -> Result<(String, TensorData), OnnxError> {
     let failed = |why: String| OnnxError::Tensor { name: String::new(), why };
     let tensor = TensorProto::decode(bytes).map_err(|why| failed(why.to_string()))?;
     Ok((tensor.name.clone(), read(&tensor, &mut Files::none())?.data()))
 }
 
-/// Writes a tensor as a file of its own.
+/// Encodes a tensor as a `TensorProto`.
 ///
 /// # Errors
-/// [`OnnxError::Tensor`] for a type that ONNX does not have.
+/// [`OnnxError::Tensor`] for a dtype that ONNX lacks.
 pub fn encode_tensor(name: &str, data: &TensorData) -> Result<Vec<u8>, OnnxError> {
     let why = || OnnxError::Tensor {
         name: name.to_owned(),
-        why: format!("elements of type {:?} cannot be written", data.dtype()),
+        why: format!("ONNX has no dtype {:?}", data.dtype()),
     };
     let tensor = TensorProto {
         dims: data.shape().iter().map(|own| *own as i64).collect(),
@@ -103,7 +107,7 @@ pub(crate) struct Constant {
     pub(crate) dtype: DType,
 }
 
-/// Bytes of Burn, as the owner of others.
+/// Bytes of Burn that own the data of a [`Bytes`].
 struct Owned(burn::tensor::Bytes);
 
 impl AsRef<[u8]> for Owned {
@@ -126,7 +130,7 @@ impl Constant {
         &self.bytes
     }
 
-    /// Returns the elements; as a copy if they are not aligned in the file.
+    /// Returns the elements; copied if they are not aligned in the file.
     pub(crate) fn data(&self) -> TensorData {
         let bytes = match self.bytes.as_ptr().addr().is_multiple_of(self.dtype.size()) {
             true => burn::tensor::Bytes::from_shared(self.bytes.clone(), AllocationProperty::File),
@@ -136,10 +140,10 @@ impl Constant {
     }
 }
 
-/// Returns the bytes of data in the message, whichever list they are in.
+/// Returns the data of a message as bytes, from any of its lists.
 fn listed(tensor: &TensorProto, dtype: DType) -> Bytes {
-    fn packed<T: Copy, const N: usize>(of: &[T], bytes: impl Fn(T) -> [u8; N]) -> Bytes {
-        of.iter().flat_map(|own| bytes(*own)).collect::<Vec<u8>>().into()
+    fn packed<T: Copy, const N: usize>(values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Bytes {
+        values.iter().flat_map(|own| bytes(*own)).collect::<Vec<u8>>().into()
     }
     if !tensor.raw_data.is_empty() {
         return tensor.raw_data.clone();

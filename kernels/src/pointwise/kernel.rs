@@ -15,10 +15,10 @@ use crate::launch::{index_width, launch};
 use crate::matmul::{Arithmetic, activation};
 use crate::round::{by_hand, rounded};
 
-/// The kernel of a program.
+/// The kernel that runs a program.
 pub struct Pointwise;
 
-/// Device buffers, which begin at the first element of their tensors.
+/// Device buffers, which start at the first element of their tensors.
 #[derive(Debug, Clone)]
 pub struct PointwiseOperands {
     pub inputs: Vec<Handle>,
@@ -29,16 +29,16 @@ pub struct PointwiseOperands {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Plan {
     steps: Vec<Step>,
-    /// Sequence that holds an input, and its place there.
+    /// Sequence of each input, and its index there.
     inputs: Vec<(Held, usize)>,
     rank: usize,
-    /// True if the kernel rounds results itself before it stores them.
+    /// True if the kernel rounds results in software before it stores them.
     rounds: bool,
     /// True for a result of bools.
     logic: bool,
 }
 
-/// Sequence of inputs: by element type, and by how they are read along the innermost dimension.
+/// Sequence of inputs, by dtype and by access along the innermost dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Held {
     Lines,
@@ -51,7 +51,7 @@ enum Held {
 #[derive(CubeType, CubeLaunch)]
 struct Input<E: Numeric, N: Size> {
     data: Box<[Vector<E, N>]>,
-    /// Vectors, or elements, from one place of a dimension to the next.
+    /// Strides in vectors or elements.
     strides: Sequence<u32>,
 }
 
@@ -111,7 +111,7 @@ impl Kernel for Pointwise {
     }
 
     fn outputs(p: &PointwiseProblem, operands: &PointwiseOperands) -> Vec<Output> {
-        // Of a result with gaps, the elements before the first one.
+        // For a result with gaps, compare the elements before the first gap.
         let reach = p.reach(&p.out);
         let row = if p.out.strides.last() == Some(&1) { p.shape[p.shape.len() - 1] } else { 1 };
         let len = if reach == p.elements() { reach } else { row as usize };
@@ -128,7 +128,7 @@ impl Kernel for Pointwise {
     ) {
         let arch = queue.profile();
         let vector = p.vector(arch) as usize;
-        // The type of most inputs, and at most one other.
+        // The dtype of the first input, and at most one other.
         let own = p.inputs[0].dtype;
         let other = p.inputs.iter().map(|own| own.dtype).find(|dtype| *dtype != own);
         let (mut lines, mut points) = (SequenceArg::new(), SequenceArg::new());
@@ -137,7 +137,7 @@ impl Kernel for Pointwise {
         for (input, handle) in p.inputs.iter().zip(&operands.inputs) {
             let (reach, line) = (p.reach(input), input.strides.last() == Some(&1) || vector == 1);
             let each = if line { vector } else { 1 };
-            let strides: SequenceArg<u32> = steps(input, each).collect();
+            let strides: SequenceArg<u32> = vector_strides(input, each).collect();
             // SAFETY: the caller passes buffers of the tensors that the problem describes.
             let data = unsafe { BufferArg::from_raw_parts(handle.clone(), reach.div_ceil(each)) };
             let (kind, place) = match (input.dtype == own, line) {
@@ -171,7 +171,8 @@ impl Kernel for Pointwise {
             rounds: by_hand(arch, p.out.dtype),
             logic: matches!(p.out.dtype, DType::U8 | DType::U32),
         };
-        // SAFETY: the lengths follow from the problem, and the kernel accesses places within them.
+        // SAFETY: the lengths follow from the problem, and the kernel accesses only elements within
+        // them.
         unsafe {
             launch!(
                 queue,
@@ -187,7 +188,7 @@ impl Kernel for Pointwise {
                 BufferArg::from_raw_parts(operands.out.clone(), reach),
                 vectors,
                 lengths.collect::<SequenceArg<FastDivmod<u32>>>(),
-                steps(&p.out, vector).collect::<SequenceArg<u32>>(),
+                vector_strides(&p.out, vector).collect::<SequenceArg<u32>>(),
                 plan,
                 stored(own),
                 stored(other.unwrap_or(own)),
@@ -198,10 +199,10 @@ impl Kernel for Pointwise {
 }
 
 /// Returns the strides of an operand in vectors of `each` elements.
-fn steps(of: &PointwiseInput, each: usize) -> impl Iterator<Item = u32> {
-    let last = of.strides.len() - 1;
-    // Along the innermost dimension a vector follows another, or an element repeats.
-    of.strides.iter().enumerate().map(move |(at, stride)| {
+fn vector_strides(operand: &PointwiseInput, each: usize) -> impl Iterator<Item = u32> {
+    let last = operand.strides.len() - 1;
+    // Along the innermost dimension, vectors are consecutive, or an element repeats.
+    operand.strides.iter().enumerate().map(move |(at, stride)| {
         if at == last && each > 1 { *stride } else { stride / each as u32 }
     })
 }
@@ -301,7 +302,7 @@ fn pointwise<F: Numeric, H: Numeric, O: Numeric, N: Size>(
     }
 }
 
-/// Returns the place of an element. `places` has the innermost dimension first.
+/// Returns the offset of an element. `places` are its coordinates, innermost dimension first.
 #[cube]
 fn offset(places: &Sequence<u32>, strides: &Sequence<u32>, #[comptime] rank: usize) -> usize {
     let mut sum = 0usize;

@@ -8,9 +8,9 @@ use crate::fits::limits;
 use crate::launch::vector;
 use crate::matmul::{Activation, Constant};
 
-/// Most inputs of a program: each is a buffer, and WebGPU binds few.
+/// Maximum inputs of a program: each is a buffer, and WebGPU limits bindings.
 pub const MAX_INPUTS: usize = 6;
-/// Most steps of a program.
+/// Maximum steps of a program.
 pub const MAX_STEPS: usize = 48;
 
 /// A function of one number.
@@ -29,7 +29,7 @@ pub enum Function {
     /// 1 for 0, and 0 for any other number.
     Not,
     Reciprocal,
-    /// To the nearest whole number; ties to the even one.
+    /// Rounds to the nearest integer; ties to even.
     Round,
     Sign,
     Sin,
@@ -45,9 +45,9 @@ pub enum Operation {
     Multiply,
     Divide,
     Power,
-    /// The larger one; NaN of either stays.
+    /// The maximum; propagates NaN.
     Max,
-    /// The smaller one; NaN of either stays.
+    /// The minimum; propagates NaN.
     Min,
     Equal,
     Greater,
@@ -56,33 +56,34 @@ pub enum Operation {
     Or,
 }
 
-/// A step of a program. Numbers are registers.
+/// A step of a program. Operands are register indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
     Constant(Constant),
     Unary(Function, u8),
     Binary(Operation, u8, u8),
-    /// The second register where the first is not 0, the third elsewhere.
+    /// The second register if the first is not 0, otherwise the third.
     Select(u8, u8, u8),
 }
 
-/// Steps over registers: first the inputs, then the result of each step. The last register is the result.
+/// Steps over registers: first the inputs, then the result of each step. The last register is the
+/// result of the program.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Program {
     pub inputs: u8,
     pub steps: Vec<Step>,
 }
 
-/// An input, as the kernel walks through it.
+/// Dtype and strides of an operand.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PointwiseInput {
     pub dtype: DType,
-    /// Elements from one place of a dimension to the next; 0 repeats.
+    /// Strides in elements; 0 broadcasts.
     pub strides: Vec<u32>,
 }
 
-/// A program over tensors. End with [`PointwiseProblem::checked`].
+/// A program over tensors. Validate it with [`PointwiseProblem::checked`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PointwiseProblem {
     pub program: Program,
@@ -103,13 +104,13 @@ pub enum InvalidPointwise {
         "expected 1 to {MAX_INPUTS} inputs and at most {MAX_STEPS} steps, got {inputs} and {steps}\nhint: split the chain"
     )]
     Size { inputs: usize, steps: usize },
-    #[error("step {step} reads a register that comes later")]
+    #[error("step {step} reads the register of a later step")]
     Register { step: usize },
     #[error("expected a stride for each of {rank} dimensions, got {have}")]
     Rank { rank: usize, have: usize },
     #[error("expected numbers or bools, got {0}\nhint: cast them")]
     DType(DType),
-    #[error("a result that repeats elements cannot be written")]
+    #[error("expected an output without stride 0\nhint: allocate the full shape")]
     Repeats,
 }
 
@@ -163,18 +164,18 @@ impl PointwiseProblem {
         Ok(self)
     }
 
-    /// Elements of the result.
+    /// Returns the number of elements of the result.
     pub fn elements(&self) -> usize {
         self.shape.iter().map(|len| *len as usize).product()
     }
 
-    /// Elements from the first one of an operand to the last.
-    pub(super) fn reach(&self, of: &PointwiseInput) -> usize {
-        let last = self.shape.iter().zip(&of.strides);
+    /// Returns the number of elements that the memory of an operand spans.
+    pub(super) fn reach(&self, operand: &PointwiseInput) -> usize {
+        let last = self.shape.iter().zip(&operand.strides);
         last.map(|(len, stride)| (*len as usize - 1) * *stride as usize).sum::<usize>() + 1
     }
 
-    /// Elements that are read at once: all operands step by 1 or stay along the innermost dimension.
+    /// Returns the vector width: all operands have stride 1 or 0 along the innermost dimension.
     pub(super) fn vector(&self, arch: &ArchProfile) -> u32 {
         let all = || self.inputs.iter().chain([&self.out]);
         let widest = all().map(|own| own.dtype).max_by_key(|dtype| dtype.size());
@@ -206,7 +207,7 @@ impl PointwiseProblem {
 }
 
 impl Step {
-    /// Returns the registers that it reads.
+    /// Returns the registers that a step reads.
     pub(super) const fn reads(self) -> [Option<u8>; 3] {
         match self {
             Self::Constant(_) => [None; 3],

@@ -1,4 +1,4 @@
-//! Tensors in files: safetensors, `.npy` of NumPy, and `.pb` of ONNX.
+//! Files of tensors: safetensors, NumPy's `.npy` and ONNX's `.pb`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,25 +30,27 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<(Option<String>, TensorDat
     };
     match kind(path) {
         "npy" => {
-            Ok(vec![(None, of_npy(&bytes()?).with_context(|| format!("cannot read {shown}"))?)])
+            Ok(vec![(None, decode_npy(&bytes()?).with_context(|| format!("cannot read {shown}"))?)])
         }
         "pb" => {
             let (name, data) = decode_tensor(&bytes()?)?;
             Ok(vec![((!name.is_empty()).then_some(name), data)])
         }
-        "safetensors" => of_safetensors(&bytes()?).with_context(|| format!("cannot read {shown}")),
-        _ => bail!("{shown} has no known kind of tensors\nhint: {HINT}"),
+        "safetensors" => {
+            decode_safetensors(&bytes()?).with_context(|| format!("cannot read {shown}"))
+        }
+        _ => bail!("expected a file of tensors, got {shown}\nhint: {HINT}"),
     }
 }
 
-fn of_npy(bytes: &[u8]) -> anyhow::Result<TensorData> {
+fn decode_npy(bytes: &[u8]) -> anyhow::Result<TensorData> {
     let file = npyz::NpyFile::new(Cursor::new(bytes))?;
     let shape: Vec<usize> = file.shape().iter().map(|own| *own as usize).collect();
     if file.order() == npyz::Order::Fortran && shape.len() > 1 {
-        bail!("its columns come first\nhint: write it with numpy.ascontiguousarray");
+        bail!("expected C order, got Fortran order\nhint: use numpy.ascontiguousarray");
     }
     let npyz::DType::Plain(own) = file.dtype() else {
-        bail!("it has structured elements\nhint: write plain numbers");
+        bail!("expected a plain dtype, got a structured one\nhint: write plain numbers");
     };
     macro_rules! elements {
         ($type:ty) => {
@@ -69,11 +71,11 @@ fn of_npy(bytes: &[u8]) -> anyhow::Result<TensorData> {
         (T::Uint, 4) => elements!(u32),
         (T::Uint, 8) => elements!(u64),
         (T::Bool, _) => elements!(bool),
-        _ => bail!("elements of type {own} are not supported\nhint: cast them"),
+        _ => bail!("dtype {own} is not supported\nhint: cast the array"),
     })
 }
 
-fn of_safetensors(bytes: &[u8]) -> anyhow::Result<Vec<(Option<String>, TensorData)>> {
+fn decode_safetensors(bytes: &[u8]) -> anyhow::Result<Vec<(Option<String>, TensorData)>> {
     let file = SafeTensors::deserialize(bytes)?;
     let each = |(name, view): (String, TensorView<'_>)| {
         let dtype = match view.dtype() {
@@ -90,7 +92,7 @@ fn of_safetensors(bytes: &[u8]) -> anyhow::Result<Vec<(Option<String>, TensorDat
             Dtype::U16 => DType::U16,
             Dtype::U8 => DType::U8,
             Dtype::BOOL => DType::Bool(BoolStore::Native),
-            other => bail!("tensor `{name}` is {other:?}\nhint: cast it"),
+            other => bail!("dtype {other:?} of tensor `{name}` is not supported\nhint: cast it"),
         };
         let data = Bytes::from_bytes_vec(view.data().to_vec());
         Ok((Some(name), TensorData::from_bytes(data, view.shape().to_vec(), dtype)))
@@ -106,23 +108,23 @@ pub(crate) fn encode(
     let one = || match tensors.iter().next() {
         Some(own) if tensors.len() == 1 => Ok(own),
         _ => bail!(
-            "{} holds one tensor, and the graph has {}\nhint: write .safetensors",
+            "{} holds one tensor, but the graph has {} outputs\nhint: write .safetensors",
             path.display(),
             tensors.len()
         ),
     };
     match kind(path) {
-        "npy" => to_npy(one()?.1),
+        "npy" => encode_npy(one()?.1),
         "pb" => {
             let (name, data) = one()?;
             Ok(encode_tensor(name, data)?)
         }
-        "safetensors" => to_safetensors(tensors),
-        _ => bail!("{} has no known kind of tensors\nhint: {HINT}", path.display()),
+        "safetensors" => encode_safetensors(tensors),
+        _ => bail!("expected a file of tensors, got {}\nhint: {HINT}", path.display()),
     }
 }
 
-fn to_npy(data: &TensorData) -> anyhow::Result<Vec<u8>> {
+fn encode_npy(data: &TensorData) -> anyhow::Result<Vec<u8>> {
     let shape: Vec<u64> = data.shape().iter().map(|own| *own as u64).collect();
     let mut bytes = Vec::new();
     macro_rules! write {
@@ -147,12 +149,12 @@ fn to_npy(data: &TensorData) -> anyhow::Result<Vec<u8>> {
         DType::U16 => write!(u16),
         DType::U8 => write!(u8),
         DType::Bool(_) => write!(bool),
-        other => bail!("elements of type {other:?} cannot be written as .npy"),
+        other => bail!("dtype {other:?} cannot be written as .npy\nhint: write .safetensors"),
     }
     Ok(bytes)
 }
 
-fn to_safetensors(tensors: &BTreeMap<String, TensorData>) -> anyhow::Result<Vec<u8>> {
+fn encode_safetensors(tensors: &BTreeMap<String, TensorData>) -> anyhow::Result<Vec<u8>> {
     let each = |(name, data): (&'_ String, &'_ TensorData)| {
         let dtype = match data.dtype() {
             DType::F64 => Dtype::F64,
@@ -168,7 +170,7 @@ fn to_safetensors(tensors: &BTreeMap<String, TensorData>) -> anyhow::Result<Vec<
             DType::U16 => Dtype::U16,
             DType::U8 => Dtype::U8,
             DType::Bool(_) => Dtype::BOOL,
-            other => return Err(anyhow!("elements of type {other:?} cannot be written")),
+            other => return Err(anyhow!("dtype {other:?} cannot be written as .safetensors")),
         };
         Ok((name.clone(), dtype, data.shape().to_vec()))
     };
@@ -182,7 +184,7 @@ fn to_safetensors(tensors: &BTreeMap<String, TensorData>) -> anyhow::Result<Vec<
     Ok(safetensors::serialize(views, None)?)
 }
 
-/// Converts data to another type of floats, where the graph reads one.
+/// Converts floats to the dtype of an input. Other data stay as they are.
 pub(super) fn converted(data: TensorData, want: DType) -> TensorData {
     let float = |own: DType| matches!(own, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
     match float(data.dtype()) && float(want) && data.dtype() != want {

@@ -1,11 +1,11 @@
-//! Attention: what each query sees of the keys, and the operator `Attention` of ONNX.
+//! Attention with masks, and the ONNX operator `Attention`.
 //!
 //! ```text
 //! s[i, j] = softcap(scale · q[i] · k[j]) + mask[i, j]      out[i] = Σ_j softmax_j(s)[i, j] · v[j]
 //! ```
 //!
-//! Query i sees the keys up to i + offset, or a window of them. Scores and shares are in f32, or in f64. A query that sees no key
-//! gives 0.
+//! With `causal`, query i attends to the keys up to i + offset, or to a window of them. Scores and
+//! probabilities are f32, or f64. A query without visible keys returns 0.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use burn::tensor::{DType, TensorData};
 use ops::{AttentionOptions, Ctx};
 
 use super::fused::is_ours;
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Read, Run};
 use crate::array::{Array, Kind, Order, scalar_of};
 use crate::tensor;
@@ -27,7 +27,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Scores of an attention that are a result, too.
+/// Stage of the scores that a node returns as an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scores {
     Plain,
@@ -36,36 +36,36 @@ pub(crate) enum Scores {
     Shares,
 }
 
-/// Heads of an attention.
+/// Operands of an attention, split into heads.
 pub(crate) struct Heads {
     /// `[batch, heads, rows, size]`
     pub(crate) q: Array,
-    /// `[batch, heads of keys, columns, size]`; their number divides that of q.
+    /// `[batch, kv_heads, columns, size]`; kv_heads divides the heads of q.
     pub(crate) k: Array,
-    /// `[batch, heads of keys, columns, size of values]`
+    /// `[batch, kv_heads, columns, size of values]`
     pub(crate) v: Array,
 }
 
-/// Scores of an attention, and what each query sees.
+/// Options of the scores and of the mask.
 #[derive(Clone)]
 pub(crate) struct Scoring {
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
-    /// Factor on q·kᵀ; none means 1 / √size.
+    /// Factor on q·kᵀ; None means 1 / √size.
     pub(crate) scale: Option<f64>,
-    /// 0 for none.
+    /// Soft cap of the scores; 0 disables it.
     pub(crate) softcap: f64,
-    /// Numbers to add. They broadcast to the scores.
+    /// Additive masks, which broadcast to the scores.
     pub(crate) masks: Vec<Array>,
-    /// Query i sees the keys up to i + this offset.
+    /// Causal offset: query i attends to the keys up to i + offset.
     pub(crate) causal: Option<usize>,
-    /// With `causal`: the number of keys that it sees at most.
+    /// Size of a sliding window of keys, with `causal`.
     pub(crate) window: Option<usize>,
-    /// A score of each head that takes a share and has no value: `[heads]`.
+    /// Attention sink of each head `[heads]`: a score without a value.
     pub(crate) sinks: Option<Array>,
-    /// Element type of the shares; none means that of the scores.
+    /// Dtype of the probabilities; None means that of the scores.
     pub(crate) precision: Option<DType>,
-    /// Scores to return.
+    /// Scores to return, if any.
     pub(crate) shown: Option<Scores>,
 }
 
@@ -78,7 +78,7 @@ impl Scoring {
         }
     }
 
-    /// Scores without masks, with the usual factor.
+    /// Returns options without a mask, with the default scale.
     pub(crate) const fn plain(ours: bool) -> Self {
         Self {
             ours,
@@ -94,20 +94,23 @@ impl Scoring {
     }
 }
 
-/// Returns the result `[batch, heads, rows, size of values]`, and the scores that are asked for.
+/// Computes the attention. Returns `[batch, heads, rows, size of values]`, and the requested
+/// scores.
 ///
 /// # Errors
-/// Heads that do not fit; the device failed.
+/// Head counts that do not match; the device failed.
 pub(crate) fn attend(
     ctx: &Ctx,
     heads: Heads,
     scoring: Scoring,
 ) -> Result<(Array, Option<Array>), String> {
     let Heads { q, k, v } = heads;
-    let [batch, count, rows, size] = q.shape()[..] else { return Err("q has no heads".to_owned()) };
+    let [batch, count, rows, size] = q.shape()[..] else {
+        return Err(format!("expected q of rank 4, got shape {:?}", q.shape()));
+    };
     let (kv_heads, columns) = (k.shape()[1], k.shape()[2]);
     if kv_heads == 0 || count % kv_heads != 0 {
-        return Err(format!("{kv_heads} heads of keys do not divide {count}"));
+        return Err(format!("expected heads of k that divide the {count} of q, got {kv_heads}"));
     }
     let dtype = q.dtype();
     let ends = scoring.causal.is_none_or(|offset| offset + rows == columns);
@@ -123,9 +126,9 @@ pub(crate) fn attend(
         };
         let [q, k, v] = [q, k, v].map(Array::tensor::<4>);
         let out = ops::attention(ctx, q, k, v, None, mask.map(Array::tensor), options);
-        return Ok((Array::of_tensor(out.map_err(|why| why.to_string())?), None));
+        return Ok((Array::from_tensor(out.map_err(|why| why.to_string())?), None));
     }
-    // Each head of keys for its group of queries.
+    // Repeat each key head for its group of query heads.
     let shared = |own: Array| {
         let [batch, kv_heads, positions, size] = own.shape()[..] else { unreachable!("rank 4") };
         let each = own.reshape(&[batch, kv_heads, 1, positions, size]);
@@ -135,10 +138,10 @@ pub(crate) fn attend(
     let (k, v) = if kv_heads == count { (k, v) } else { (shared(k), shared(v)) };
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let scale = scoring.scale.unwrap_or(1.0 / (size as f64).sqrt());
-    // Half of the factor on each side, as ONNX has it. The sign stays with q.
+    // The square root of the scale goes to each side, as in ONNX. The sign goes to q.
     let scaled = |own: Array, by: f64| own.cast(wide).times_number(by);
     let (q, k) = (scaled(q, scale.abs().sqrt() * scale.signum()), scaled(k, scale.abs().sqrt()));
-    let mut scores = product(ctx, q, k.permute(&[0, 1, 3, 2]))?;
+    let mut scores = matmul(ctx, q, k.permute(&[0, 1, 3, 2]))?;
     let mut shown = (scoring.shown == Some(Scores::Plain)).then(|| scores.clone());
     if scoring.softcap > 0.0 {
         let cap = scoring.softcap;
@@ -168,7 +171,7 @@ pub(crate) fn attend(
     }
     let narrow = scoring.precision.filter(|own| own.is_float()).unwrap_or(wide);
     let scores = scores.cast(narrow).cast(wide);
-    let most = Array::of(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
+    let most = Array::from_dispatch(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
     let number = |value: f64| Array::full(&[], scalar_of(value, wide), wide, &device);
     let hidden = most.compared(number(f64::NEG_INFINITY), Order::Equal);
     let shares = super::reduce::shares(scores, 3).narrow(3, 0, columns);
@@ -176,11 +179,11 @@ pub(crate) fn attend(
     if scoring.shown == Some(Scores::Shares) {
         shown = Some(shares.clone());
     }
-    let out = product(ctx, shares, v.cast(wide))?.cast(dtype);
+    let out = matmul(ctx, shares, v.cast(wide))?.cast(dtype);
     Ok((out, shown.map(|own| own.cast(dtype))))
 }
 
-/// Returns numbers to add to scores `[batch, 1, rows, columns]`: 0 where a query sees a key, -∞ elsewhere.
+/// Returns an additive mask `[batch, 1, rows, columns]`: 0 for visible keys, -∞ for others.
 pub(super) fn seen(
     [batch, rows, columns]: [usize; 3],
     sees: impl Fn(usize, usize, usize) -> bool,
@@ -196,7 +199,7 @@ pub(super) fn seen(
     Array::from_data(TensorData::new(all, [batch, 1, rows, columns]), device)
 }
 
-/// Returns keys or values with those of the past before them.
+/// Concatenates past keys or values with the new ones.
 pub(crate) fn with_past(past: Option<Array>, new: Array) -> Array {
     match past {
         Some(past) => Array::concat(vec![past, new], 2),
@@ -210,15 +213,15 @@ pub(crate) fn with_past(past: Option<Array>, new: Array) -> Array {
 /// The rank is not 3, or the heads do not divide the width.
 pub(crate) fn split(x: Array, heads: usize) -> Result<Array, String> {
     let [batch, positions, width] = x.shape()[..] else {
-        return Err(format!("an operand of rank {} has no heads", x.rank()));
+        return Err(format!("expected an operand of rank 3, got shape {:?}", x.shape()));
     };
     if heads == 0 || width % heads != 0 {
-        return Err(format!("{heads} heads do not divide {width} numbers"));
+        return Err(format!("expected a hidden size divisible by {heads} heads, got {width}"));
     }
     Ok(x.reshape(&[batch, positions, heads, width / heads]).permute(&[0, 2, 1, 3]))
 }
 
-/// Joins heads: the inverse of [`split`].
+/// Merges heads: the inverse of [`split`].
 pub(crate) fn joined(x: Array) -> Array {
     let [batch, heads, positions, size] = x.shape()[..] else { unreachable!("rank 4") };
     x.permute(&[0, 2, 1, 3]).reshape(&[batch, positions, heads * size])
@@ -235,7 +238,7 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         1 => Scores::Capped,
         2 => Scores::Masked,
         3 => Scores::Shares,
-        other => return Err(format!("scores of kind {other} are not supported")),
+        other => return Err(format!("qk_matmul_output_mode {other} is not supported")),
     };
     let scoring = Arc::new(Scoring {
         precision: call
@@ -250,7 +253,10 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         let mut own = [inputs.get(0)?, inputs.get(1)?, inputs.get(2)?];
         for (own, heads) in own.iter_mut().zip(heads) {
             if own.rank() == 3 {
-                *own = split(own.clone(), heads.ok_or("the number of heads is missing")?)?;
+                *own = split(
+                    own.clone(),
+                    heads.ok_or("attribute `q_num_heads` or `kv_num_heads` is missing")?,
+                )?;
                 flat = true;
             }
         }
@@ -261,10 +267,10 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
         let (batch, rows, columns) = (q.shape()[0], q.shape()[2], k.shape()[2]);
         let mask = inputs.maybe(3).map(|own| whole(as_numbers(own)?, columns)).transpose()?;
         let lengths = inputs.maybe(6).map(|own| own.ints()).transpose()?;
-        if lengths.as_ref().is_some_and(|own| own.len() != batch) {
-            return Err(format!("the lengths of keys are not {batch}"));
+        if let Some(own) = lengths.as_ref().filter(|own| own.len() != batch) {
+            return Err(format!("expected {batch} key lengths, got {}", own.len()));
         }
-        // A mask that our kernel has no word for. Lengths put the last query at the last key.
+        // Our kernel has no such mask. With lengths, the last query is at the last key.
         let needed = lengths.is_some() || left.is_some() || right.is_some();
         let own = needed.then(|| {
             let sees = |each: usize, row: usize, column: usize| {
@@ -290,7 +296,7 @@ fn attention(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Returns a mask as numbers to add: -∞ where it is false.
+/// Converts a mask to an additive one: false becomes -∞.
 ///
 /// # Errors
 /// The device failed.
@@ -303,13 +309,13 @@ pub(crate) fn as_numbers(mask: Array) -> Result<Array, String> {
     mask.choose(yes, no)
 }
 
-/// Returns a mask for all columns; those that it lacks are hidden.
+/// Pads a mask to all columns; the added columns are masked out.
 ///
 /// # Errors
-/// It has no dimensions.
+/// The mask is a scalar.
 pub(crate) fn whole(mask: Array, columns: usize) -> Result<Array, String> {
     let mut shape = mask.shape();
-    let last = shape.last_mut().ok_or("a mask has no dimensions")?;
+    let last = shape.last_mut().ok_or("expected a mask of rank 1 or more, got a scalar")?;
     if *last >= columns {
         return Ok(mask);
     }

@@ -1,23 +1,23 @@
-//! Operators that run graphs of their own.
+//! Control flow: operators that run subgraphs.
 
 use std::cell::Cell;
 
 use burn::tensor::{DType, TensorData};
 
-use super::{Call, Inputs, Part, Read, Run, axis};
+use super::{Call, Inputs, Read, Run, Subgraph, axis};
 use crate::array::Array;
 
-/// Iterations of a loop, with those of the loops in it, after which it counts as endless.
-const MOST_ITERATIONS: usize = 1_000_000;
+/// Maximum iterations of a loop, including those of its inner loops.
+const MAX_ITERATIONS: usize = 1_000_000;
 
 thread_local! {
-    /// Iterations that this thread's outermost loop has left, while it runs.
+    /// Remaining iterations of this thread's outermost loop, while one runs.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Runs a loop. The outermost one begins to count.
+/// Runs a loop. The outermost loop starts the count.
 fn counted<T>(run: impl FnOnce() -> T) -> T {
-    /// Ends the count, after an error too.
+    /// Ends the count, also after an error.
     struct End(bool);
     impl Drop for End {
         fn drop(&mut self) {
@@ -27,7 +27,7 @@ fn counted<T>(run: impl FnOnce() -> T) -> T {
         }
     }
     let end = End(LEFT.get().is_none());
-    LEFT.set(LEFT.get().or(Some(MOST_ITERATIONS)));
+    LEFT.set(LEFT.get().or(Some(MAX_ITERATIONS)));
     let made = run();
     drop(end);
     made
@@ -36,11 +36,11 @@ fn counted<T>(run: impl FnOnce() -> T) -> T {
 /// Counts an iteration.
 ///
 /// # Errors
-/// There were too many.
+/// The limit is reached.
 fn count() -> Result<(), String> {
     let left = LEFT.get().unwrap_or(0).checked_sub(1);
     LEFT.set(Some(left.ok_or_else(|| {
-        format!("the loop has not ended after {MOST_ITERATIONS} iterations, those of loops in it included")
+        format!("the loop did not end within {MAX_ITERATIONS} iterations, including inner loops")
     })?));
     Ok(())
 }
@@ -57,10 +57,11 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-fn run(part: &Part, inputs: &Inputs<'_>, given: Vec<Array>) -> Result<Vec<Array>, String> {
-    let captured = inputs.all[part.captured.clone()].iter().cloned();
+fn run(graph: &Subgraph, inputs: &Inputs<'_>, given: Vec<Array>) -> Result<Vec<Array>, String> {
+    let captured = inputs.all[graph.captured.clone()].iter().cloned();
     let captured = captured.collect::<Option<Vec<_>>>().ok_or("a captured value is missing")?;
-    part.program
+    graph
+        .program
         .run(inputs.ctx, given.into_iter().chain(captured).collect())
         .map_err(|why| why.to_string())
 }
@@ -70,7 +71,7 @@ fn is_true(flag: &Array) -> Result<bool, String> {
 }
 
 fn branch(call: &Call<'_>) -> Result<Run, String> {
-    let (then, other) = (call.part("then_branch")?, call.part("else_branch")?);
+    let (then, other) = (call.subgraph("then_branch")?, call.subgraph("else_branch")?);
     Ok(Box::new(move |inputs| {
         let taken = if is_true(&inputs.get(0)?)? { &then } else { &other };
         run(taken, inputs, Vec::new())
@@ -78,20 +79,20 @@ fn branch(call: &Call<'_>) -> Result<Run, String> {
 }
 
 fn repeat(call: &Call<'_>) -> Result<Run, String> {
-    let body = call.part("body")?;
+    let body = call.subgraph("body")?;
     let carried = call.given().saturating_sub(2);
     Ok(Box::new(move |inputs| {
         counted(|| {
-            let turns = inputs.maybe(0).map(|own| own.ints()).transpose()?;
-            let turns = turns.and_then(|own| own.first().copied());
+            let iterations = inputs.maybe(0).map(|own| own.ints()).transpose()?;
+            let iterations = iterations.and_then(|own| own.first().copied());
             let mut goes_on = inputs.maybe(1).map_or(Ok(true), |own| is_true(&own))?;
             let mut values: Vec<Array> =
                 (0..carried).map(|at| inputs.get(at + 2)).collect::<Result<_, _>>()?;
             let mut collected: Vec<Vec<Array>> = Vec::new();
-            let mut turn = 0;
-            while goes_on && turns.is_none_or(|turns| turn < turns) {
+            let mut iteration = 0;
+            while goes_on && iterations.is_none_or(|iterations| iteration < iterations) {
                 count()?;
-                let number = TensorData::new(vec![turn], Vec::<usize>::new());
+                let number = TensorData::new(vec![iteration], Vec::<usize>::new());
                 let flag = TensorData::new(vec![true], Vec::<usize>::new());
                 let mut given = vec![
                     Array::from_data(number, inputs.host),
@@ -99,7 +100,7 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
                 ];
                 given.append(&mut values);
                 let mut made = run(&body, inputs, given)?.into_iter();
-                goes_on = is_true(&made.next().ok_or("the body has no condition")?)?;
+                goes_on = is_true(&made.next().ok_or("the body returns no condition")?)?;
                 values = made.by_ref().take(carried).collect();
                 for (at, own) in made.enumerate() {
                     if collected.len() <= at {
@@ -107,15 +108,15 @@ fn repeat(call: &Call<'_>) -> Result<Run, String> {
                     }
                     collected[at].push(own);
                 }
-                turn += 1;
+                iteration += 1;
             }
             for (at, shape) in body.outputs.iter().skip(1 + carried).enumerate() {
                 values.push(match collected.get(at) {
                     Some(all) => stacked(all.clone(), 0),
                     None => {
-                        let (dtype, shape) = shape
-                            .as_ref()
-                            .ok_or("a loop of 0 iterations has results of unknown dtype")?;
+                        let (dtype, shape) = shape.as_ref().ok_or(
+                            "the dtype of an output is unknown: the loop ran no iteration",
+                        )?;
                         let whole = [&[0][..], shape].concat();
                         Array::from_data(
                             TensorData::from_bytes_vec(Vec::new(), whole, *dtype),
@@ -140,12 +141,16 @@ fn stacked(all: Vec<Array>, at: usize) -> Array {
 }
 
 fn scan(call: &Call<'_>) -> Result<Run, String> {
-    let body = call.part("body")?;
+    let body = call.subgraph("body")?;
     let scanned = call.int("num_scan_inputs").unwrap_or(0) as usize;
-    let carried = call.given().checked_sub(scanned).ok_or("it has too few inputs")?;
+    let carried = call
+        .given()
+        .checked_sub(scanned)
+        .ok_or_else(|| format!("expected at least {scanned} inputs, got {}", call.given()))?;
     let list = |name: &str| call.ints(name).map(<[i64]>::to_vec).unwrap_or_default();
     let (in_axes, out_axes) = (list("scan_input_axes"), list("scan_output_axes"));
-    let (in_turned, out_turned) = (list("scan_input_directions"), list("scan_output_directions"));
+    let (in_reversed, out_reversed) =
+        (list("scan_input_directions"), list("scan_output_directions"));
     Ok(Box::new(move |inputs| {
         let mut values: Vec<Array> =
             (0..carried).map(|at| inputs.get(at)).collect::<Result<_, _>>()?;
@@ -153,13 +158,13 @@ fn scan(call: &Call<'_>) -> Result<Run, String> {
         for at in 0..scanned {
             let x = inputs.get(carried + at)?;
             let along = axis(in_axes.get(at).copied().unwrap_or(0), x.rank())?;
-            sources.push((x, along, in_turned.get(at) == Some(&1)));
+            sources.push((x, along, in_reversed.get(at) == Some(&1)));
         }
-        let turns = sources.first().map_or(0, |(x, along, _)| x.shape()[*along]);
+        let iterations = sources.first().map_or(0, |(x, along, _)| x.shape()[*along]);
         let mut collected: Vec<Vec<Array>> = Vec::new();
-        for turn in 0..turns {
-            let part = |(x, along, turned): &(Array, usize, bool)| {
-                let at = if *turned { turns - 1 - turn } else { turn };
+        for iteration in 0..iterations {
+            let part = |(x, along, reversed): &(Array, usize, bool)| {
+                let at = if *reversed { iterations - 1 - iteration } else { iteration };
                 let mut shape = x.shape();
                 shape.remove(*along);
                 x.clone().narrow(*along, at, at + 1).reshape(&shape)
@@ -175,7 +180,7 @@ fn scan(call: &Call<'_>) -> Result<Run, String> {
             }
         }
         for (at, mut all) in collected.into_iter().enumerate() {
-            if out_turned.get(at) == Some(&1) {
+            if out_reversed.get(at) == Some(&1) {
                 all.reverse();
             }
             let along = axis(out_axes.get(at).copied().unwrap_or(0), all[0].rank() + 1)?;

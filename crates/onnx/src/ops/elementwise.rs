@@ -1,4 +1,4 @@
-//! Operators that compute each element by itself: activations, arithmetic, comparisons, logic, casts.
+//! Elementwise operators: activations, arithmetic, comparisons, logic, casts.
 
 use burn::backend::ops::{ActivationOps, BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchTensor};
@@ -11,12 +11,12 @@ use crate::tensor;
 pub(super) fn read(call: &Call<'_>) -> Read {
     if call.op() == "Dropout" && call.is_given(2) {
         return Some(Err(
-            "whether it trains is an input: dropout while training is random".to_owned()
+            "expected a constant training_mode, got an input: training is not supported".to_owned(),
         ));
     }
     if call.op() == "Cast" {
         let to = call.int("to").and_then(|to| i32::try_from(to).ok()).unwrap_or(0);
-        return Some(tensor::dtype(to).map(|to| of_one(move |x| x.cast(to))));
+        return Some(tensor::dtype(to).map(|to| one_input(move |x| x.cast(to))));
     }
     let run = unary(call).or_else(|| binary(call)).or_else(|| others(call))?;
     let from = call.int("axis").filter(|_| call.opset < 7 && call.flag("broadcast"));
@@ -26,14 +26,15 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Runs an operator of opset 6 whose second input begins at an axis of the first.
+/// Runs an operator of opset 6 or older, whose second input broadcasts from an axis of the first.
 fn from_axis(run: Run, from: i64) -> Run {
     Box::new(move |inputs| {
         let (a, b) = (inputs.get(0)?, inputs.get(1)?);
         let from = super::axis(from, a.rank())?;
         let mut shape = b.shape();
         if from + shape.len() > a.rank() {
-            return Err(format!("{shape:?} does not fit from axis {from} of {:?}", a.shape()));
+            let whole = a.shape();
+            return Err(format!("expected b to fit {whole:?} from axis {from} on, got {shape:?}"));
         }
         shape.resize(a.rank() - from, 1);
         let all = [Some(a), Some(b.reshape(&shape))];
@@ -41,19 +42,19 @@ fn from_axis(run: Run, from: i64) -> Run {
     })
 }
 
-/// An operator of one input.
-fn of_one(run: impl Fn(Array) -> Array + Send + Sync + 'static) -> Run {
+/// Returns an operator with one input.
+fn one_input(run: impl Fn(Array) -> Array + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| Ok(vec![run(inputs.get(0)?)]))
 }
 
 fn float(run: fn(DispatchTensor) -> DispatchTensor) -> Run {
-    of_one(move |x| x.float(run))
+    one_input(move |x| x.float(run))
 }
 
 fn unary(call: &Call<'_>) -> Option<Run> {
     let number = |name: &str, usual: f64| call.float(name).unwrap_or(usual);
     Some(match call.op() {
-        "Identity" => of_one(|x| x),
+        "Identity" => one_input(|x| x),
         "Abs" => numeric(Dispatch::float_abs, Dispatch::int_abs),
         "Neg" => numeric(Dispatch::float_neg, Dispatch::int_neg),
         "Sign" => numeric(Dispatch::float_sign, Dispatch::int_sign),
@@ -78,54 +79,54 @@ fn unary(call: &Call<'_>) -> Option<Run> {
         "Tan" => float(Dispatch::float_tan),
         "Tanh" => float(Dispatch::float_tanh),
         "Sigmoid" => float(Dispatch::sigmoid),
-        "Relu" => of_one(|x| x.at_least(0.0)),
+        "Relu" => one_input(|x| x.at_least(0.0)),
         "LeakyRelu" => {
             let alpha = number("alpha", 0.01);
-            of_one(move |x| below_zero(x, |x| x.times_number(alpha)))
+            one_input(move |x| below_zero(x, |x| x.times_number(alpha)))
         }
         "Elu" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| below_zero(x, |x| exp_minus_one(x).times_number(alpha)))
+            one_input(move |x| below_zero(x, |x| exp_minus_one(x).times_number(alpha)))
         }
         "Selu" => {
             let alpha = number("alpha", 1.673_263_192_176_818_8);
             let gamma = number("gamma", 1.050_701_022_148_132_3);
-            of_one(move |x| {
+            one_input(move |x| {
                 below_zero(x, |x| exp_minus_one(x).times_number(alpha)).times_number(gamma)
             })
         }
         "Celu" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| {
+            one_input(move |x| {
                 below_zero(x, |x| exp_minus_one(x.times_number(1.0 / alpha)).times_number(alpha))
             })
         }
-        "Gelu" if call.text("approximate") == Some("tanh") => of_one(gelu_by_tanh),
+        "Gelu" if call.text("approximate") == Some("tanh") => one_input(gelu_by_tanh),
         "Gelu" => float(Dispatch::gelu),
-        "Mish" => of_one(|x| {
+        "Mish" => one_input(|x| {
             let gate = softplus(x.clone()).float(Dispatch::float_tanh);
             x.times(gate)
         }),
-        "Softplus" => of_one(softplus),
-        "Softsign" => of_one(|x| {
+        "Softplus" => one_input(softplus),
+        "Softsign" => one_input(|x| {
             let scale = x.clone().float(Dispatch::float_abs).plus_number(1.0);
             x.over(scale)
         }),
         "Swish" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| {
+            one_input(move |x| {
                 let gate = x.clone().times_number(alpha).float(Dispatch::sigmoid);
                 x.times(gate)
             })
         }
         "HardSigmoid" => {
             let (alpha, beta) = (number("alpha", 0.2), number("beta", 0.5));
-            of_one(move |x| hard_sigmoid(x, alpha, beta))
+            one_input(move |x| hard_sigmoid(x, alpha, beta))
         }
-        "HardSwish" => of_one(|x| x.clone().times(hard_sigmoid(x, 1.0 / 6.0, 0.5))),
+        "HardSwish" => one_input(|x| x.clone().times(hard_sigmoid(x, 1.0 / 6.0, 0.5))),
         "ThresholdedRelu" => {
             let alpha = number("alpha", 1.0);
-            of_one(move |x| {
+            one_input(move |x| {
                 let zero =
                     Array::full(&x.shape(), scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
                 zero.replaced(x.clone().above(alpha), x)
@@ -133,7 +134,7 @@ fn unary(call: &Call<'_>) -> Option<Run> {
         }
         "Shrink" => {
             let (lambda, bias) = (number("lambd", 0.5), number("bias", 0.0));
-            of_one(move |x| {
+            one_input(move |x| {
                 let up = x.clone().above(lambda);
                 let down = x.clone().times_number(-1.0).above(lambda);
                 let zero =
@@ -142,14 +143,14 @@ fn unary(call: &Call<'_>) -> Option<Run> {
                 out.replaced(down, x.plus_number(bias))
             })
         }
-        "IsNaN" => of_one(is_nan),
+        "IsNaN" => one_input(is_nan),
         "IsInf" => {
             let both = |name: &str| call.int(name) != Some(0);
             let (negative, positive) = (both("detect_negative"), both("detect_positive"));
-            of_one(move |x| is_inf(x, negative, positive))
+            one_input(move |x| is_inf(x, negative, positive))
         }
-        "Not" => of_one(Array::not),
-        "BitwiseNot" => of_one(|x| x.float(Dispatch::bitwise_not)),
+        "Not" => one_input(Array::not),
+        "BitwiseNot" => one_input(|x| x.float(Dispatch::bitwise_not)),
         "Dropout" => dropout(),
         _ => return None,
     })
@@ -159,13 +160,13 @@ fn numeric(
     of_floats: fn(DispatchTensor) -> DispatchTensor,
     of_ints: fn(DispatchTensor) -> DispatchTensor,
 ) -> Run {
-    of_one(move |x| match x.kind() {
+    one_input(move |x| match x.kind() {
         Kind::Float => x.float(of_floats),
         _ => x.float(of_ints),
     })
 }
 
-/// Returns x where it is above 0, and a function of it elsewhere.
+/// Returns x for x > 0, and `run(x)` otherwise.
 fn below_zero(x: Array, run: impl Fn(Array) -> Array) -> Array {
     let above = x.clone().above(0.0);
     let below = run(x.clone().at_most(0.0));
@@ -176,9 +177,10 @@ fn exp_minus_one(x: Array) -> Array {
     x.float(Dispatch::float_exp).plus_number(-1.0)
 }
 
-/// ln(1 + e^x), as max(x, 0) + ln(1 + u) with u = e^-|x|.
+/// Computes ln(1 + e^x), as max(x, 0) + ln(1 + u) with u = e^-|x|.
 ///
-/// ln(1 + u) is 2 artanh(z) = 2 z (1 + z²/3 + z⁴/5 + …) with z = u / (2 + u): Vulkan's logarithm near 1 may be off by 5e-7.
+/// Here ln(1 + u) is 2 artanh(z) = 2 z (1 + z²/3 + z⁴/5 + …) with z = u / (2 + u), because Vulkan's
+/// logarithm near 1 has errors up to 5e-7.
 fn softplus(x: Array) -> Array {
     let u = x.clone().float(Dispatch::float_abs).times_number(-1.0).float(Dispatch::float_exp);
     let small = if x.dtype() == DType::F64 {
@@ -199,7 +201,7 @@ fn hard_sigmoid(x: Array, alpha: f64, beta: f64) -> Array {
     x.times_number(alpha).plus_number(beta).at_least(0.0).at_most(1.0)
 }
 
-/// x / 2 · (1 + tanh(√(2 / π) (x + 0.044715 x³))).
+/// Computes x / 2 · (1 + tanh(√(2 / π) (x + 0.044715 x³))).
 fn gelu_by_tanh(x: Array) -> Array {
     let cube = x.clone().times(x.clone()).times(x.clone()).times_number(0.044_715);
     let inner = x.clone().plus(cube).times_number((2.0 / std::f64::consts::PI).sqrt());
@@ -210,14 +212,14 @@ fn gelu_by_tanh(x: Array) -> Array {
 fn is_nan(x: Array) -> Array {
     let stored = bool_dtype(&x.device());
     let (shape, tensor) = (x.shape(), x.into_inner());
-    Array::of(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
+    Array::from_dispatch(Dispatch::float_is_nan(tensor, stored)).reshape(&shape)
 }
 
 fn is_inf(x: Array, negative: bool, positive: bool) -> Array {
     let stored = bool_dtype(&x.device());
     let shape = x.shape();
-    let infinite =
-        Array::of(Dispatch::float_is_inf(x.clone().into_inner(), stored)).reshape(&shape);
+    let infinite = Array::from_dispatch(Dispatch::float_is_inf(x.clone().into_inner(), stored))
+        .reshape(&shape);
     let above = x.above(0.0);
     match (negative, positive) {
         (true, true) => infinite,
@@ -227,13 +229,13 @@ fn is_inf(x: Array, negative: bool, positive: bool) -> Array {
     }
 }
 
-/// Without training all elements stay.
+/// Returns dropout in inference: the identity.
 fn dropout() -> Run {
     Box::new(|inputs| {
         if let Some(train) = inputs.maybe(2)
             && train.ints()? != [0]
         {
-            return Err("dropout while training is random".to_owned());
+            return Err("expected training_mode false: training is not supported".to_owned());
         }
         let x = inputs.get(0)?;
         let all = Scalar::Bool(true);
@@ -242,33 +244,33 @@ fn dropout() -> Run {
     })
 }
 
-/// An operator of two inputs that broadcast.
-fn of_two(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
+/// Returns an operator with two inputs that broadcast.
+fn two_inputs(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| Ok(vec![run(inputs.get(0)?, inputs.get(1)?)?]))
 }
 
 fn binary(call: &Call<'_>) -> Option<Run> {
     let order = |by: Order, swap: bool| {
-        of_two(move |a, b| Ok(if swap { b.compared(a, by) } else { a.compared(b, by) }))
+        two_inputs(move |a, b| Ok(if swap { b.compared(a, by) } else { a.compared(b, by) }))
     };
     let logic = |run: fn(DispatchTensor, DispatchTensor) -> DispatchTensor| {
-        of_two(move |a, b| Ok(a.bools(b, run)))
+        two_inputs(move |a, b| Ok(a.bools(b, run)))
     };
     Some(match call.op() {
-        "Add" => of_two(|a, b| Ok(a.plus(b))),
-        "Sub" => of_two(|a, b| Ok(a.minus(b))),
-        "Mul" => of_two(|a, b| Ok(a.times(b))),
-        "Div" => of_two(|a, b| Ok(a.over(b))),
-        "Pow" => of_two(|a, b| Ok(pow(a, b))),
-        "Mod" if call.flag("fmod") => of_two(|a, b| Ok(fmod(a, b))),
+        "Add" => two_inputs(|a, b| Ok(a.plus(b))),
+        "Sub" => two_inputs(|a, b| Ok(a.minus(b))),
+        "Mul" => two_inputs(|a, b| Ok(a.times(b))),
+        "Div" => two_inputs(|a, b| Ok(a.over(b))),
+        "Pow" => two_inputs(|a, b| Ok(pow(a, b))),
+        "Mod" if call.flag("fmod") => two_inputs(|a, b| Ok(fmod(a, b))),
         "Mod" => {
-            of_two(|a, b| Ok(a.numbers(b, Dispatch::float_remainder, Dispatch::int_remainder)))
+            two_inputs(|a, b| Ok(a.numbers(b, Dispatch::float_remainder, Dispatch::int_remainder)))
         }
         "PRelu" => {
             let by_channel = call.opset < 7;
-            of_two(move |x, slope| {
+            two_inputs(move |x, slope| {
                 let above = x.clone().above(0.0);
-                // Until opset 6 a slope was that of a channel.
+                // Until opset 6 there is one slope per channel.
                 let slope = match slope.count() {
                     1 => slope,
                     channels if by_channel => {
@@ -298,7 +300,7 @@ fn binary(call: &Call<'_>) -> Option<Run> {
     })
 }
 
-/// Powers, in the type of the base.
+/// Computes powers in the dtype of the base.
 fn pow(base: Array, exponent: Array) -> Array {
     let dtype = base.dtype();
     match (base.kind(), exponent.kind()) {
@@ -313,7 +315,7 @@ fn pow(base: Array, exponent: Array) -> Array {
     }
 }
 
-/// The remainder with the sign of the dividend.
+/// Computes the remainder, with the sign of the dividend.
 fn fmod(a: Array, b: Array) -> Array {
     let quotient = a.clone().over(b.clone());
     let whole = match a.kind() {
@@ -331,7 +333,10 @@ fn others(call: &Call<'_>) -> Option<Run> {
         "Mean" => Box::new(|inputs| {
             let count = inputs.all.len() as f64;
             let all = inputs.each()?;
-            let sum = all.into_iter().reduce(Array::plus).ok_or("there are no inputs")?;
+            let sum = all
+                .into_iter()
+                .reduce(Array::plus)
+                .ok_or("expected at least one input, got none")?;
             Ok(vec![sum.times_number(1.0 / count)])
         }),
         "Where" => {
@@ -341,7 +346,7 @@ fn others(call: &Call<'_>) -> Option<Run> {
             let limits = [call.float("min"), call.float("max")];
             Box::new(move |inputs| clip(inputs, limits))
         }
-        "CastLike" => of_two(|x, like| Ok(x.cast(like.dtype()))),
+        "CastLike" => two_inputs(|x, like| Ok(x.cast(like.dtype()))),
         _ => return None,
     })
 }
@@ -349,7 +354,7 @@ fn others(call: &Call<'_>) -> Option<Run> {
 fn fold(run: impl Fn(Array, Array) -> Result<Array, String> + Send + Sync + 'static) -> Run {
     Box::new(move |inputs| {
         let mut all = inputs.each()?.into_iter();
-        let first = all.next().ok_or("there are no inputs")?;
+        let first = all.next().ok_or("expected at least one input, got none")?;
         Ok(vec![all.try_fold(first, &run)?])
     })
 }
@@ -362,7 +367,7 @@ pub(super) fn smallest(a: Array, b: Array) -> Result<Array, String> {
     extreme(b.clone().compared(a.clone(), Order::Greater), a, b)
 }
 
-/// Takes elements of a where they come first, and of b elsewhere. NaN of either stays.
+/// Selects a where `first` is true, and b otherwise. NaN in either operand propagates.
 fn extreme(first: Array, a: Array, b: Array) -> Result<Array, String> {
     let chosen = first.choose(a.clone(), b.clone())?;
     if a.kind() != Kind::Float {

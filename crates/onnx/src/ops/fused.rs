@@ -1,6 +1,7 @@
-//! Operators of our own, which passes make, and those of ONNX that have kernels of ours: convolutions, products, norms, attention.
+//! Fused operators that passes create, and ONNX operators with kernels of ours: convolutions,
+//! matmuls, norms, attention.
 //!
-//! On a device without our kernels the same results come from Burn's operations, one after the other.
+//! On a device without our kernels, Burn's operations compute the same results one after the other.
 
 use burn::tensor::{DType, FloatDType, Slice, TensorData};
 use ops::{
@@ -9,12 +10,12 @@ use ops::{
 };
 
 use super::attention::{Heads, Scoring, attend};
-use super::linear::product;
+use super::linear::matmul;
 use super::norm::{grouped, normed, scaled};
 use super::windows::{Padding, Windows, convolved};
 use super::{Call, Inputs, Read, axis};
 use crate::array::{Array, scalar_of};
-use crate::passes::place;
+use crate::passes::operand;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     let ours = call.has_kernels();
@@ -32,21 +33,21 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Channels of an image of few: a line of 16 bytes, in f16.
-pub(crate) const WIDE: usize = 8;
+/// Channels of a padded image: 16 bytes in f16, one vector load.
+pub(crate) const PADDED_CHANNELS: usize = 8;
 
-/// Returns true for element types that our kernels have.
+/// Returns true for dtypes that our kernels support.
 pub(crate) const fn is_ours(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-fn told(why: OpError) -> String {
+fn text(why: OpError) -> String {
     why.to_string()
 }
 
 fn conv(call: &Call<'_>) -> Result<super::Run, String> {
     let own = Convolution {
-        windows: Windows::of(call)?,
+        windows: Windows::from_call(call)?,
         activation: call.activation(),
         last: call.flag("activation_last"),
         doubled: call.flag("doubled"),
@@ -57,26 +58,26 @@ fn conv(call: &Call<'_>) -> Result<super::Run, String> {
         let operands = Operands {
             x: inputs.get(0)?,
             weight: inputs.get(1)?,
-            bias: inputs.maybe(place::BIAS),
-            residual: inputs.maybe(place::RESIDUAL),
-            each: inputs.maybe(place::IMAGE_BIAS),
-            second: inputs.maybe(place::SECOND),
+            bias: inputs.maybe(operand::BIAS),
+            residual: inputs.maybe(operand::RESIDUAL),
+            each: inputs.maybe(operand::IMAGE_BIAS),
+            second: inputs.maybe(operand::SECOND),
         };
         Ok(vec![own.run(inputs.ctx, operands)?])
     }))
 }
 
-/// A convolution with what follows it.
+/// A convolution with its epilogue.
 pub(crate) struct Convolution {
     pub(crate) windows: Windows,
     pub(crate) activation: Option<Activation>,
-    /// The activation comes after the residual.
+    /// True to apply the activation after the residual.
     pub(crate) last: bool,
-    /// Each pixel of x is read as a square of four.
+    /// True to read x as if upsampled by two with nearest neighbours.
     pub(crate) doubled: bool,
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
-    /// Channels of the image, where the filters have zeros for more of them.
+    /// Channels of x, if the filters are padded to [`PADDED_CHANNELS`].
     pub(crate) channels: Option<usize>,
 }
 
@@ -86,21 +87,21 @@ pub(crate) struct Operands {
     pub(crate) weight: Array,
     pub(crate) bias: Option<Array>,
     pub(crate) residual: Option<Array>,
-    /// Bias of each image.
+    /// Bias `[batch, filters, 1, 1]` per image.
     pub(crate) each: Option<Array>,
-    /// More channels of x.
+    /// Second image, whose channels follow those of x.
     pub(crate) second: Option<Array>,
 }
 
 impl Convolution {
-    /// Returns the image `[batch, filters, …]`.
+    /// Computes the convolution. Returns `[batch, filters, …]`.
     ///
     /// # Errors
-    /// Operands that do not fit; the device failed.
+    /// Shapes that do not match; the device failed.
     pub(crate) fn run(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let rank = operands.x.rank();
         if self.ours && is_ours(operands.x.dtype()) && rank == 5 {
-            return self.deep(ctx, operands);
+            return self.conv3d(ctx, operands);
         }
         let Operands { x, weight, bias, residual, each, second } = operands;
         let Self { windows, activation, last, doubled, ours, channels } = self;
@@ -110,37 +111,38 @@ impl Convolution {
                 Some(second) => Array::concat(vec![x, second], 1),
                 None => x,
             };
-            let x = if *doubled { twice(x) } else { x };
+            let x = if *doubled { upsample(x) } else { x };
             let mut out = convolved(x, weight, bias, windows)?;
             if let Some(each) = each {
                 out = out.plus(each);
             }
-            return finished(out, activation, last, None, residual);
+            return apply_epilogue(out, activation, last, None, residual);
         }
         let factor = if *doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
         let sizes = windows.sizes(&image, &weight.shape()[2..])?;
         let x = match channels {
             Some(channels) if *channels != x.shape()[1] => {
-                return Err(format!("the image has {} channels, not {channels}", x.shape()[1]));
+                return Err(format!("expected x with {channels} channels, got {}", x.shape()[1]));
             }
-            Some(_) => widened(ctx, &x)?,
+            Some(_) => pad_channels(ctx, &x)?,
             None => x,
         };
-        let few = x.shape()[1] < WIDE && weight.shape()[1] == x.shape()[1];
+        let few = x.shape()[1] < PADDED_CHANNELS && weight.shape()[1] == x.shape()[1];
         if few
             && windows.groups == 1
             && second.is_none()
             && each.is_none()
             && !last
-            && sizes.are_beside(&image)
+            && sizes.are_patches(&image)
         {
-            let finish = Finish { bias, activation, residual, ..Finish::default() };
-            return patches(ctx, &x, weight, finish);
+            let epilogue =
+                LinearEpilogue { bias, activation, residual, ..LinearEpilogue::default() };
+            return patches(ctx, &x, weight, epilogue);
         }
         let point = rank == 4 && image == [1, 1] && weight.shape()[2..] == [1, 1];
         if point && windows.groups == 1 && second.is_none() && each.is_none() && !last {
-            // A product of a row.
+            // A convolution of single pixels is a matmul.
             let [rows, columns, filters] = [x.shape()[0], x.shape()[1], weight.shape()[0]];
             let row = |own: Array| own.reshape(&[rows, filters]).tensor::<2>();
             let epilogue = Epilogue {
@@ -151,10 +153,10 @@ impl Convolution {
             };
             let weight = weight.reshape(&[filters, columns]).permute(&[1, 0]).tensor::<2>();
             let x = x.reshape(&[rows, columns]).tensor::<2>();
-            let out = ops::matmul(ctx, x, weight, epilogue).map_err(told)?;
-            return Ok(Array::of_tensor(out).reshape(&[rows, filters, 1, 1]));
+            let out = ops::matmul(ctx, x, weight, epilogue).map_err(text)?;
+            return Ok(Array::from_tensor(out).reshape(&[rows, filters, 1, 1]));
         }
-        // In one dimension the height is 1.
+        // A 1-D image has height 1.
         let pair = |own: &[usize], usual: usize| match own {
             [one] => [usual, *one],
             _ => [own[0], own[1]],
@@ -193,17 +195,17 @@ impl Convolution {
                 ConvOptions { image_bias: Some(each.tensor()), ..options }
             }
         };
-        let out = Array::of_tensor(ops::conv2d(ctx, x, high(weight), options).map_err(told)?);
+        let out = Array::from_tensor(ops::conv2d(ctx, x, high(weight), options).map_err(text)?);
         let shape = out.shape();
         Ok(if rank == 3 { out.reshape(&[shape[0], shape[1], shape[3]]) } else { out })
     }
 
-    /// Convolves images `[batch, channels, depth, height, width]`: a sum over the taps of the depth, each a convolution of flat images.
-    /// In 16 bits the sum is rounded after each tap.
-    fn deep(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
+    /// Computes a 3-D convolution of `[batch, channels, depth, height, width]`: the sum over the
+    /// taps of the depth, each a 2-D convolution. In 16 bits the sum is rounded after each tap.
+    fn conv3d(&self, ctx: &Ctx, operands: Operands) -> Result<Array, String> {
         let Operands { x, weight, mut bias, .. } = operands;
-        let (own, of) = (x.shape(), weight.shape());
-        let sizes = self.windows.sizes(&own[2..], &of[2..])?;
+        let (own, filter) = (x.shape(), weight.shape());
+        let sizes = self.windows.sizes(&own[2..], &filter[2..])?;
         let (stride, dilation) = (sizes.strides[0], sizes.dilations[0]);
         let zeros = |depth: usize| {
             let shape = [own[0], own[1], depth, own[3], own[4]];
@@ -212,13 +214,15 @@ impl Convolution {
         let parts = vec![zeros(sizes.before[0]), x.clone(), zeros(sizes.after[0])];
         let parts: Vec<Array> = parts.into_iter().filter(|own| own.shape()[2] > 0).collect();
         let x = if parts.len() == 1 { x } else { Array::concat(parts, 2) };
-        let (depth, taps) = (x.shape()[2], of[2]);
+        let (depth, taps) = (x.shape()[2], filter[2]);
         let reach = (taps - 1) * dilation + 1;
-        let room = depth.checked_sub(reach).ok_or("the filters are deeper than the image")?;
+        let room = depth
+            .checked_sub(reach)
+            .ok_or_else(|| format!("expected an image of depth {reach} or more, got {depth}"))?;
         let count = room / stride + 1;
         let flat = |own: &[usize]| own[1..].to_vec();
         let pads = [flat(&sizes.before), flat(&sizes.after)].concat();
-        let windows = Windows::given(
+        let windows = Windows::new(
             &sizes.strides[1..],
             Padding::Pads(&pads),
             &sizes.dilations[1..],
@@ -245,7 +249,7 @@ impl Convolution {
                 weight: weight
                     .clone()
                     .narrow(2, tap, tap + 1)
-                    .reshape(&[of[0], of[1], of[3], of[4]]),
+                    .reshape(&[filter[0], filter[1], filter[3], filter[4]]),
                 bias: bias.take(),
                 residual: sum,
                 each: None,
@@ -253,46 +257,47 @@ impl Convolution {
             };
             sum = Some(plane.run(ctx, operands)?);
         }
-        let sum = sum.ok_or("the filters have no depth")?;
+        let sum = sum.ok_or("expected filters of depth 1 or more")?;
         let flat = sum.shape();
         let out = sum.reshape(&[own[0], count, flat[1], flat[2], flat[3]]);
         Ok(out.permute(&[0, 2, 1, 3, 4]))
     }
 }
 
-/// Returns an image `[batch, channels, …]` with [`WIDE`] channels, which come last in memory; the further ones are zeros.
+/// Pads an image `[batch, channels, …]` with zeros to [`PADDED_CHANNELS`] channels, stored NHWC.
 ///
 /// # Errors
 /// The device failed.
-fn widened(ctx: &Ctx, x: &Array) -> Result<Array, String> {
+fn pad_channels(ctx: &Ctx, x: &Array) -> Result<Array, String> {
     let rank = x.rank();
     let last: Vec<usize> = [0].into_iter().chain(2..rank).chain([1]).collect();
     let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
     let x = x.clone().permute(&last);
     let mut shape = x.shape();
-    let channels = std::mem::replace(&mut shape[rank - 1], WIDE);
+    let channels = std::mem::replace(&mut shape[rank - 1], PADDED_CHANNELS);
     let wide = Array::full(&shape, scalar_of(0.0, x.dtype()), x.dtype(), &x.device());
     let part = wide.clone().narrow(rank - 1, 0, channels).into_inner();
     let same = Program { inputs: 1, steps: Vec::new() };
-    ops::pointwise_into(ctx, &same, &[x.into_inner()], &part).map_err(told)?;
+    ops::pointwise_into(ctx, &same, &[x.into_inner()], &part).map_err(text)?;
     Ok(wide.permute(&back))
 }
 
-/// Convolves an image `[batch, channels, height, width]` whose windows lie side by side: a product of the windows and the filters.
+/// Computes a convolution whose windows do not overlap and cover the image `[batch, channels,
+/// height, width]`: a matmul of the patches with the filters.
 ///
 /// # Errors
 /// The device failed.
-fn patches(ctx: &Ctx, x: &Array, weight: Array, finish: Finish) -> Result<Array, String> {
-    let (own, of) = (x.shape(), weight.shape());
-    let (kernel, filters) = (&of[2..], of[0]);
+fn patches(ctx: &Ctx, x: &Array, weight: Array, epilogue: LinearEpilogue) -> Result<Array, String> {
+    let (own, filter) = (x.shape(), weight.shape());
+    let (kernel, filters) = (&filter[2..], filter[0]);
     let counts: Vec<usize> = own[2..].iter().zip(kernel).map(|(own, by)| own / by).collect();
     let split = counts.iter().zip(kernel).flat_map(|(count, by)| [*count, *by]);
     let split: Vec<usize> = own[..2].iter().copied().chain(split).collect();
     let rank = counts.len();
-    // batch, windows …, pixels of a window …, channels: as filters whose channels come last lie in memory.
+    // Order: batch, windows …, pixels of a window …, channels, like channels-last filters.
     let order = (0..rank).map(|at| 2 + 2 * at).chain((0..rank).map(|at| 3 + 2 * at));
     let order: Vec<usize> = [0].into_iter().chain(order).chain([1]).collect();
-    let k = of[1..].iter().product();
+    let k = filter[1..].iter().product();
     let rows = x
         .clone()
         .reshape(&split)
@@ -304,15 +309,15 @@ fn patches(ctx: &Ctx, x: &Array, weight: Array, finish: Finish) -> Result<Array,
         let shape = own.shape();
         own.permute(&last).reshape(&[shape.iter().product::<usize>() / filters, filters])
     };
-    let finish = Finish { residual: finish.residual.map(flat), ..finish };
-    let out = projected(ctx, true, rows, weight, finish)?;
+    let epilogue = LinearEpilogue { residual: epilogue.residual.map(flat), ..epilogue };
+    let out = project(ctx, true, rows, weight, epilogue)?;
     let shape: Vec<usize> = [own[0]].into_iter().chain(counts).chain([filters]).collect();
     let back: Vec<usize> = [0, rank + 1].into_iter().chain(1..=rank).collect();
     Ok(out.reshape(&shape).permute(&back))
 }
 
-/// Returns the mean over the pixels of an image `[batch, channels, …]` as a product with ones, `[batch, channels]`; none for an image
-/// whose channels do not come last in memory, or without our kernels.
+/// Computes the mean over the pixels of an image `[batch, channels, …]` as a matmul with ones.
+/// Returns `[batch, channels]`; None if the image is not channels-last, or without our kernels.
 ///
 /// # Errors
 /// The device failed.
@@ -326,10 +331,10 @@ pub(super) fn mean_of_pixels(ctx: &Ctx, ours: bool, x: &Array) -> Result<Option<
     let rows = x.clone().permute(&last).reshape(&[batch, 1, pixels, channels]);
     let ones = TensorData::full([1, 1, 1, pixels], 1f32).convert_dtype(dtype);
     let ones = Array::from_data(ones, &x.device());
-    // The sum may be too large for f16.
+    // The sum may overflow f16.
     let epilogue = Epilogue { out: Some(FloatDType::F32), ..Epilogue::default() };
-    let sum = ops::matmul(ctx, ones.tensor::<4>(), rows.tensor::<4>(), epilogue).map_err(told)?;
-    let mean = Array::of_tensor(sum).times_number(1.0 / pixels as f64).cast(dtype);
+    let sum = ops::matmul(ctx, ones.tensor::<4>(), rows.tensor::<4>(), epilogue).map_err(text)?;
+    let mean = Array::from_tensor(sum).times_number(1.0 / pixels as f64).cast(dtype);
     Ok(Some(mean.reshape(&[batch, channels])))
 }
 
@@ -338,8 +343,8 @@ pub(super) fn vector(own: Array) -> burn::tensor::Tensor<1> {
     own.reshape(&[count]).tensor()
 }
 
-/// Repeats each pixel in both directions.
-fn twice(x: Array) -> Array {
+/// Upsamples an image by two with nearest neighbours.
+fn upsample(x: Array) -> Array {
     let own = x.shape();
     let [batch, channels, height, width] = [own[0], own[1], own[2], own[3]];
     x.reshape(&[batch, channels, height, 1, width, 1])
@@ -347,8 +352,8 @@ fn twice(x: Array) -> Array {
         .reshape(&[batch, channels, 2 * height, 2 * width])
 }
 
-/// Applies an epilogue by Burn's operations.
-fn finished(
+/// Applies an epilogue with Burn's operations.
+fn apply_epilogue(
     sum: Array,
     activation: Option<Activation>,
     last: bool,
@@ -368,55 +373,56 @@ fn finished(
 pub(super) fn activated(x: Array, activation: Option<Activation>) -> Result<Array, String> {
     let Some(activation) = activation else { return Ok(x) };
     let shape = x.shape();
-    let out = ops::activate(vector(x), activation, None).map_err(told)?;
-    Ok(Array::of_tensor(out).reshape(&shape))
+    let out = ops::activate(vector(x), activation, None).map_err(text)?;
+    Ok(Array::from_tensor(out).reshape(&shape))
 }
 
 fn linear(call: &Call<'_>) -> super::Run {
-    let (activation, turned, ours) = (call.activation(), call.flag("transB"), call.has_kernels());
+    let (activation, transposed, ours) =
+        (call.activation(), call.flag("transB"), call.has_kernels());
     Box::new(move |inputs| {
         let (x, weight) = (inputs.get(0)?, inputs.get(1)?);
-        let weight = if turned { weight.permute(&[1, 0]) } else { weight };
+        let weight = if transposed { weight.permute(&[1, 0]) } else { weight };
         let [bias, residual, gate] =
-            [place::BIAS, place::RESIDUAL, place::GATE].map(|at| inputs.maybe(at));
-        let finish = Finish { bias, activation, gate, residual };
-        Ok(vec![projected(inputs.ctx, ours, x, weight, finish)?])
+            [operand::BIAS, operand::RESIDUAL, operand::GATE].map(|at| inputs.maybe(at));
+        let epilogue = LinearEpilogue { bias, activation, gate, residual };
+        Ok(vec![project(inputs.ctx, ours, x, weight, epilogue)?])
     })
 }
 
-/// End of a product: `activation(sum + bias) · gate + residual`.
+/// Epilogue of a matmul: `activation(sum + bias) · gate + residual`.
 #[derive(Default)]
-pub(crate) struct Finish {
+pub(crate) struct LinearEpilogue {
     pub(crate) bias: Option<Array>,
     pub(crate) activation: Option<Activation>,
     pub(crate) gate: Option<Array>,
     pub(crate) residual: Option<Array>,
 }
 
-/// Multiplies rows of any number of dimensions by a matrix `[k, width]`.
+/// Computes the matmul of x `[.., k]` with a weight `[k, width]`, and its epilogue.
 ///
 /// # Errors
 /// The device failed.
-pub(crate) fn projected(
+pub(crate) fn project(
     ctx: &Ctx,
     ours: bool,
     x: Array,
     weight: Array,
-    finish: Finish,
+    epilogue: LinearEpilogue,
 ) -> Result<Array, String> {
-    let Finish { bias, activation, gate, residual } = finish;
+    let LinearEpilogue { bias, activation, gate, residual } = epilogue;
     let (mut shape, width) = (x.shape(), weight.shape()[1]);
-    let k = shape.pop().ok_or("x has no dimensions")?;
+    let k = shape.pop().ok_or("expected x of rank 1 or more, got a scalar")?;
     let rows: usize = shape.iter().product();
     shape.push(width);
     if !ours || !is_ours(x.dtype()) {
-        let mut out = product(ctx, x, weight)?;
+        let mut out = matmul(ctx, x, weight)?;
         if let Some(bias) = bias {
             out = out.plus(bias.reshape(&[width]));
         }
-        return finished(out, activation, false, gate, residual);
+        return apply_epilogue(out, activation, false, gate, residual);
     }
-    // Rows in the order in which they lie: a transposed x is not copied, and the result is transposed as it is.
+    // Rows in memory order: a transposed x is not copied, and the output has the same layout.
     let order = x.order();
     let lies = order.last() == Some(&(shape.len() - 1));
     let order = if lies { order } else { (0..shape.len()).collect() };
@@ -431,10 +437,10 @@ pub(crate) fn projected(
         ..Epilogue::default()
     };
     let x = x.reshape(&[rows, k]).tensor::<2>();
-    let out = ops::matmul(ctx, x, weight.tensor::<2>(), epilogue).map_err(told)?;
+    let out = ops::matmul(ctx, x, weight.tensor::<2>(), epilogue).map_err(text)?;
     let mut back = vec![0; order.len()];
     order.iter().enumerate().for_each(|(to, from)| back[*from] = to);
-    Ok(Array::of_tensor(out).reshape(&out_shape).permute(&back))
+    Ok(Array::from_tensor(out).reshape(&out_shape).permute(&back))
 }
 
 fn group_norm(call: &Call<'_>) -> super::Run {
@@ -450,17 +456,18 @@ fn group_norm(call: &Call<'_>) -> super::Run {
     })
 }
 
-/// A norm over groups of channels.
+/// A group norm.
 pub(crate) struct GroupNorm {
     pub(crate) groups: usize,
     pub(crate) epsilon: f64,
     pub(crate) activation: Option<Activation>,
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
 }
 
 impl GroupNorm {
-    /// Returns the norm of x, whose channels those of `second` follow. Weights are a factor and a bias.
+    /// Computes the norm of x, with the channels of `second` appended. `weights` are weight and
+    /// bias.
     ///
     /// # Errors
     /// Groups that do not divide the channels; the device failed.
@@ -494,11 +501,11 @@ impl GroupNorm {
             modulation: None,
             activation: self.activation,
         };
-        // In one dimension the width is 1.
+        // A 1-D image has width 1.
         let mut shape = x.shape();
         shape.resize(4, 1);
         let out = ops::group_norm(ctx, x.clone().reshape(&shape).tensor(), options);
-        Ok(Array::of_tensor(out.map_err(told)?)
+        Ok(Array::from_tensor(out.map_err(text)?)
             .reshape(&[&shape[..1], &[channels], &x.shape()[2..]].concat()))
     }
 }
@@ -517,17 +524,17 @@ fn norm(call: &Call<'_>) -> super::Run {
     })
 }
 
-/// A norm over the last dimensions.
+/// A layer norm or RMS norm over the last dimensions.
 pub(crate) struct Norm {
-    /// The mean is subtracted: a layer norm, and not an RMS norm.
+    /// True for a layer norm, which subtracts the mean; false for an RMS norm.
     pub(crate) centred: bool,
     pub(crate) epsilon: f64,
-    /// Our kernels run on the device.
+    /// True if our kernels run on the device.
     pub(crate) ours: bool,
 }
 
 impl Norm {
-    /// Returns the norm of x over the dimensions from `first` on.
+    /// Computes the norm of x over the dimensions from `first` on.
     ///
     /// # Errors
     /// The device failed.
@@ -551,12 +558,12 @@ impl Norm {
         let weights = NormWeights { weight: vector(factor), bias: bias.map(vector) };
         let kind = if self.centred { NormKind::Layer } else { NormKind::Rms };
         let x = x.reshape(&[rows, width]).tensor::<2>();
-        let out = ops::norm(ctx, x, weights, None, kind, self.epsilon as f32).map_err(told)?;
-        Ok(Array::of_tensor(out).reshape(&shape))
+        let out = ops::norm(ctx, x, weights, None, kind, self.epsilon as f32).map_err(text)?;
+        Ok(Array::from_tensor(out).reshape(&shape))
     }
 }
 
-/// Attention over `[batch, heads, rows, size]`, or over `[heads, rows, size]`.
+/// Returns an attention of `[batch, heads, rows, size]` or `[heads, rows, size]`.
 fn attention(call: &Call<'_>) -> super::Run {
     let scoring = Scoring { scale: call.float("scale"), ..Scoring::new(call) };
     Box::new(move |inputs: &Inputs<'_>| {

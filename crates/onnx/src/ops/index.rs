@@ -1,4 +1,4 @@
-//! Operators that find elements by index.
+//! Gather, scatter and other operators on indices.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
@@ -15,16 +15,19 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
                 let at = axis(at, x.rank())?;
-                let (own, of) = (x.shape(), indices.shape());
-                // A single entry is a view.
+                let (own, index_shape) = (x.shape(), indices.shape());
+                // A single index gives a view.
                 if indices.count() == 1 && indices.is_known() {
-                    let place = axis(indices.ints()?[0], own[at])?;
-                    let shape = [&own[..at], &of[..], &own[at + 1..]].concat();
+                    let (index, len) = (indices.ints()?[0], own[at]);
+                    let place = axis(index, len).map_err(|_| {
+                        format!("expected an index below {len} for axis {at}, got {index}")
+                    })?;
+                    let shape = [&own[..at], &index_shape[..], &own[at + 1..]].concat();
                     return Ok(vec![x.narrow(at, place, place + 1).reshape(&shape)]);
                 }
                 let indices = from_start(indices, own[at]);
                 let flat = indices.clone().reshape(&[indices.count()]).on(&x.device());
-                let shape = [&own[..at], &of[..], &own[at + 1..]].concat();
+                let shape = [&own[..at], &index_shape[..], &own[at + 1..]].concat();
                 Ok(vec![x.select(at, flat).reshape(&shape)])
             })
         }
@@ -33,11 +36,11 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
                 let at = axis(at, x.rank())?;
-                let (own, of) = (x.shape(), indices.shape());
+                let (own, index_shape) = (x.shape(), indices.shape());
                 let indices = from_start(indices, own[at]).on(&x.device());
                 // Other dimensions of the indices may be shorter.
                 let mut x = x;
-                for (dim, len) in of.iter().enumerate().filter(|(dim, _)| *dim != at) {
+                for (dim, len) in index_shape.iter().enumerate().filter(|(dim, _)| *dim != at) {
                     x = x.narrow(dim, 0, *len);
                 }
                 Ok(vec![x.gather(at, indices)])
@@ -114,7 +117,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Returns indices that count from the start; negative ones count from the end of `len` elements.
+/// Makes negative indices, which count from the end of `len` elements, non-negative.
 fn from_start(indices: Array, len: usize) -> Array {
     let indices = indices.cast(DType::I64);
     let zero = Array::full(&[], 0i64.into(), DType::I64, &indices.device());
@@ -122,7 +125,7 @@ fn from_start(indices: Array, len: usize) -> Array {
     indices.plus(below.times_number(len as f64))
 }
 
-/// Returns how updates change elements.
+/// Returns the reduction of a scatter.
 fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
     Ok(match call.text("reduction").unwrap_or("none") {
         "none" => IndexingUpdateOp::Assign,
@@ -130,16 +133,17 @@ fn reduction(call: &Call<'_>) -> Result<IndexingUpdateOp, String> {
         "mul" => IndexingUpdateOp::Mul,
         "min" => IndexingUpdateOp::Min,
         "max" => IndexingUpdateOp::Max,
-        other => return Err(format!("a reduction by {other} is not supported")),
+        other => return Err(format!("reduction `{other}` is not supported")),
     })
 }
 
-/// Returns the place in a flat tensor that each row of indices names, and the elements of each.
+/// Returns the flat index of each index tuple, and the number of elements per tuple.
 fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), String> {
-    let of = indices.shape();
-    let depth = *of.last().ok_or("the indices have no dimension")?;
+    let index_shape = indices.shape();
+    let depth = *index_shape.last().ok_or("expected indices of rank 1 or more, got a scalar")?;
     if depth > shape.len() {
-        return Err(format!("{depth} indices for a tensor of rank {}", shape.len()));
+        let rank = shape.len();
+        return Err(format!("expected at most {rank} indices per element, got {depth}"));
     }
     let block: usize = shape[depth..].iter().product();
     let all = indices.ints()?;
@@ -151,14 +155,15 @@ fn flat_places(shape: &[usize], indices: &Array) -> Result<(Vec<i64>, usize), St
         })
     };
     let rows = all.chunks(depth.max(1)).map(place).collect::<Option<Vec<_>>>();
-    Ok((rows.ok_or("an index is outside of the tensor")?, block))
+    let rows = rows.ok_or_else(|| format!("an index is out of range for shape {shape:?}"))?;
+    Ok((rows, block))
 }
 
 fn gather_nd(inputs: &Inputs<'_>, batch: usize) -> Result<Vec<Array>, String> {
     let (x, indices) = (inputs.get(0)?, inputs.get(1)?);
-    let (own, of) = (x.shape(), indices.shape());
-    let depth = *of.last().ok_or("the indices have no dimension")?;
-    let shape = [&of[..of.len() - 1], &own[batch + depth..]].concat();
+    let (own, index_shape) = (x.shape(), indices.shape());
+    let depth = *index_shape.last().ok_or("expected indices of rank 1 or more, got a scalar")?;
+    let shape = [&index_shape[..index_shape.len() - 1], &own[batch + depth..]].concat();
     let batches: usize = own[..batch].iter().product();
     let (places, block) = flat_places(&own[batch..], &indices)?;
     let each = places.len() / batches.max(1);
@@ -182,15 +187,15 @@ fn scatter_elements(
     let (x, indices, updates) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
     let own = x.shape();
     let at = axis(at, own.len())?;
-    let of = indices.shape();
+    let index_shape = indices.shape();
     let all = from_start(indices, own[at]).ints()?;
-    // Each index names a whole place, in the order of the updates.
+    // One index tuple per update, in the order of the updates.
     let mut places = Vec::with_capacity(all.len());
     for (number, index) in all.iter().enumerate() {
         let (mut rest, mut place, mut step) = (number, 0, 1);
         for dim in (0..own.len()).rev() {
-            let own_index = if dim == at { *index as usize } else { rest % of[dim] };
-            rest /= of[dim];
+            let own_index = if dim == at { *index as usize } else { rest % index_shape[dim] };
+            rest /= index_shape[dim];
             place += own_index * step;
             step *= own[dim];
         }
@@ -213,7 +218,7 @@ fn scatter_nd(inputs: &Inputs<'_>, by: IndexingUpdateOp) -> Result<Vec<Array>, S
     Ok(vec![out.reshape(&own)])
 }
 
-/// Changes rows of `[rows, block]` by updates `[places, block]`, in order.
+/// Applies updates `[updates, block]` to rows of `[rows, block]`, in order.
 fn scattered(
     x: Array,
     places: Vec<i64>,
@@ -226,7 +231,7 @@ fn scattered(
         return Ok(scattered(x, places, updates, by)?.cast(dtype));
     }
     let rows = places.len();
-    // On a device, Burn changes a place that is named twice once. The host does it in order.
+    // On a device, Burn applies only one of several updates to one row. The host applies all.
     let mut named = places.clone();
     named.sort_unstable();
     let twice = named.windows(2).any(|pair| pair[0] == pair[1]);
@@ -238,7 +243,7 @@ fn scattered(
     let places = Array::from_data(TensorData::new(places, [rows, 1]), &x.device()).into_inner();
     let is_float = x.kind() == Kind::Float;
     let (x, updates) = (x.into_inner(), updates.into_inner());
-    let out = Array::of(match is_float {
+    let out = Array::from_dispatch(match is_float {
         true => Dispatch::float_scatter_nd(x, places, updates, by),
         false => Dispatch::int_scatter_nd(x, places, updates, by),
     });

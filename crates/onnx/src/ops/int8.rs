@@ -1,10 +1,11 @@
-//! Products with matrices of int8, which a pass makes.
+//! Matmuls with int8 weights, which the pass `int8` creates.
 //!
 //! ```text
 //! out[.., n] = scale[n] · Σ_k x[.., k] · code[k, n] + bias[n]
 //! ```
 //!
-//! Integers `a - zero` are multiplied as f32, in parts of K whose sums are less than 2^24 and so exact.
+//! Integer matmuls run in f32 on `a - zero`, split along k so that partial sums stay below 2^24 and
+//! are exact.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,42 +14,45 @@ use burn::tensor::{DType, TensorData};
 use ops::WeightFormat;
 use ops::checkpoint::Encoded;
 
-use super::microsoft::packed::{Packed, multiplied};
+use super::microsoft::packed::{Packed, packed_matmul};
 use super::quant::{EXACT, shifted};
 use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
-    (call.op() == "flashover::Int8").then(|| product(call))
+    (call.op() == "flashover::Int8").then(|| matmul(call))
 }
 
-fn product(call: &Call<'_>) -> Result<Run, String> {
-    let codes = call.tensor("codes").ok_or("it has no codes")?;
-    let scales = call.tensor("scales").ok_or("it has no scales")?;
-    let number = call.int("number").ok_or("it has no number")?;
-    let (turned, whole) = (call.flag("turned"), call.flag("integer"));
+fn matmul(call: &Call<'_>) -> Result<Run, String> {
+    let codes = call.tensor("codes").ok_or("the codes are missing")?;
+    let scales = call.tensor("scales").ok_or("the scales are missing")?;
+    let number = call.int("number").ok_or("the number of the matrix is missing")?;
+    let (transposed, whole) = (call.flag("transposed"), call.flag("integer"));
     let [rows, columns] = codes.shape().to_vec()[..] else {
-        return Err("its codes are no matrix".to_owned());
+        return Err("expected codes of rank 2".to_owned());
     };
-    let [n, k] = if turned { [rows, columns] } else { [columns, rows] };
+    let [n, k] = if transposed { [rows, columns] } else { [columns, rows] };
     if ![1, n].contains(&scales.num_elements()) {
-        return Err(format!("it has {} scales for {n} columns", scales.num_elements()));
+        return Err(format!("expected 1 or {n} scales, got {}", scales.num_elements()));
     }
     let devices = call.devices().clone();
-    // Multiplies x by the part of the matrix that begins at a place of K.
+    // Matmul of x with the part of the matrix that starts at an index of k.
     let multiply = move |inputs: &Inputs<'_>, from: usize, x: Array| {
         let depth = *x.shape().last().unwrap_or(&0);
         let matrix = devices.packed((number, from, x.dtype()), || {
-            let own = Matrix::new(&codes, &scales, turned, from..from + depth);
+            let own = Matrix::new(&codes, &scales, transposed, from..from + depth);
             Packed::new(&devices, x.dtype(), [n, depth], || Some(own.encoded()), || own.decoded())
         })?;
         let (ours, bias) = (devices.has_kernels(), inputs.maybe(2));
-        multiplied(inputs.ctx, ours, matrix, x, [n, depth], bias)
+        packed_matmul(inputs.ctx, ours, matrix, x, [n, depth], bias)
     };
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         if x.shape().last() != Some(&k) {
-            return Err(format!("expected rows of {k} numbers, got {:?}", x.shape()));
+            return Err(format!(
+                "expected x with a last dimension of {k}, got shape {:?}",
+                x.shape()
+            ));
         }
         if !whole {
             return Ok(vec![multiply(inputs, 0, x)?]);
@@ -64,7 +68,7 @@ fn product(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Codes `[n, k]` with a scale of each row.
+/// Quantised values `[n, k]` with one scale per row.
 struct Matrix {
     n: usize,
     k: usize,
@@ -73,11 +77,11 @@ struct Matrix {
 }
 
 impl Matrix {
-    /// Takes a part of K of codes `[k, n]`, or `[n, k]` if they are turned.
-    fn new(codes: &TensorData, scales: &TensorData, turned: bool, part: Range<usize>) -> Self {
+    /// Takes a range of k from values `[k, n]`, or `[n, k]` if transposed.
+    fn new(codes: &TensorData, scales: &TensorData, transposed: bool, part: Range<usize>) -> Self {
         let (bytes, columns) = (codes.as_bytes(), codes.shape()[1]);
-        let n = codes.shape()[usize::from(!turned)];
-        let place = |n: usize, k: usize| if turned { n * columns + k } else { k * columns + n };
+        let n = codes.shape()[usize::from(!transposed)];
+        let place = |n: usize, k: usize| if transposed { n * columns + k } else { k * columns + n };
         let each = (0..n).flat_map(|n| part.clone().map(move |k| (n, k)));
         let codes = each.map(|(n, k)| bytes[place(n, k)]).collect();
         let scales: Vec<f32> = scales.iter().collect();
@@ -85,7 +89,8 @@ impl Matrix {
         Self { n, k: part.len(), codes, scales }
     }
 
-    /// Returns the matrix in the format of our kernels, whose scale is a 127th of the largest number of a row.
+    /// Returns the matrix in the format of our kernels, whose absmax of a row is 127 times its
+    /// scale.
     fn encoded(&self) -> Encoded<'_> {
         let most = self.scales.iter().flat_map(|own| (127.0 * own).to_le_bytes()).collect();
         Encoded {
@@ -96,7 +101,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the numbers `[n, k]`.
+    /// Returns the dequantised matrix `[n, k]`.
     fn decoded(&self) -> Vec<f32> {
         let rows = self.codes.chunks(self.k.max(1)).zip(&self.scales);
         rows.flat_map(|(row, scale)| {

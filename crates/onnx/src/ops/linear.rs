@@ -1,4 +1,4 @@
-//! Products of matrices.
+//! Matmuls, einsum and determinants.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
@@ -13,18 +13,18 @@ use crate::array::{Array, Kind, broadcast};
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(Ok(match call.op() {
         "MatMul" => {
-            Box::new(|inputs| Ok(vec![product(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?]))
+            Box::new(|inputs| Ok(vec![matmul(inputs.ctx, inputs.get(0)?, inputs.get(1)?)?]))
         }
         "Gemm" => {
             let (alpha, beta) =
                 (call.float("alpha").unwrap_or(1.0), call.float("beta").unwrap_or(1.0));
-            let turned = [call.flag("transA"), call.flag("transB")];
+            let transposed = [call.flag("transA"), call.flag("transB")];
             Box::new(move |inputs| {
                 let [a, b] = [0, 1].map(|at| {
                     let own = inputs.get(at)?;
-                    Ok::<_, String>(if turned[at] { own.permute(&[1, 0]) } else { own })
+                    Ok::<_, String>(if transposed[at] { own.permute(&[1, 0]) } else { own })
                 });
-                let out = product(inputs.ctx, a?, b?)?;
+                let out = matmul(inputs.ctx, a?, b?)?;
                 let out = if alpha == 1.0 { out } else { out.times_number(alpha) };
                 Ok(vec![match inputs.maybe(2) {
                     None => out,
@@ -43,7 +43,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Multiplies by our kernel; none for operands that it does not take.
+/// Computes a matmul with our kernel; None for operands that it does not support.
 fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
     let ranks = [a.rank(), b.rank()];
     let plain = ranks.iter().all(|rank| (2..=4).contains(rank)) && a.dtype() == b.dtype();
@@ -51,38 +51,40 @@ fn by_kernel(ctx: &Ctx, a: &Array, b: &Array) -> Result<Option<Array>, String> {
     if !plain || !here || !is_ours(a.dtype()) {
         return Ok(None);
     }
-    let told = |why: OpError| why.to_string();
+    let text = |why: OpError| why.to_string();
     let (a, b) = (a.clone(), b.clone());
     if ranks[1] == 2 && ranks[0] > 2 {
-        // One matrix for all rows.
+        // One matrix for all batches: a single matmul.
         let (mut shape, width) = (a.shape(), b.shape()[1]);
         let k = shape.pop().unwrap_or(0);
         let rows = shape.iter().product();
         shape.push(width);
         let a = a.reshape(&[rows, k]).tensor::<2>();
-        let out = ops::matmul(ctx, a, b.tensor::<2>(), Epilogue::default()).map_err(told)?;
-        return Ok(Some(Array::of_tensor(out).reshape(&shape)));
+        let out = ops::matmul(ctx, a, b.tensor::<2>(), Epilogue::default()).map_err(text)?;
+        return Ok(Some(Array::from_tensor(out).reshape(&shape)));
     }
     let out = ops::matmul(ctx, a.tensor::<4>(), b.tensor::<4>(), Epilogue::default());
-    let out = Array::of_tensor(out.map_err(told)?);
+    let out = Array::from_tensor(out.map_err(text)?);
     let shape = out.shape()[4 - ranks[0].max(ranks[1])..].to_vec();
     Ok(Some(out.reshape(&shape)))
 }
 
-/// Multiplies as NumPy's matmul: vectors are rows or columns, and batches broadcast. On a device with our kernels they do it: Burn
-/// rounds f32 to tf32.
-pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
+/// Computes a matmul like NumPy's: vectors are rows or columns, and batches broadcast. Our kernels
+/// run where the device has them, because Burn rounds f32 to tf32.
+pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if let Some(made) = by_kernel(ctx, &a, &b)? {
         return Ok(made);
     }
     let (mut of_a, mut of_b) = (a.shape(), b.shape());
     if of_a.is_empty() || of_b.is_empty() {
-        return Err("a factor has no dimensions".to_owned());
+        return Err(format!(
+            "expected operands of rank 1 or more, got shapes {of_a:?} and {of_b:?}"
+        ));
     }
     if of_a.len() > 2 && of_b.len() == 2 && of_a.last() == of_b.first() {
-        // One matrix for all rows: one product, not one for each of the batch.
+        // One matrix for all batches: a single matmul.
         let k = of_a.pop().unwrap_or(0);
-        let rows = product(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
+        let rows = matmul(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
         of_a.push(of_b[1]);
         return Ok(rows.reshape(&of_a));
     }
@@ -96,10 +98,11 @@ pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     let [(batch_a, matrix_a), (batch_b, matrix_b)] =
         [&of_a, &of_b].map(|own| own.split_at(own.len() - 2));
     if matrix_a[1] != matrix_b[0] {
-        return Err(format!("{of_a:?} and {of_b:?} cannot be multiplied"));
+        return Err(format!("expected equal inner dimensions, got shapes {of_a:?} and {of_b:?}"));
     }
     let batch = broadcast(&[batch_a.to_vec(), batch_b.to_vec()]);
-    let batch = batch.ok_or_else(|| format!("{of_a:?} and {of_b:?} cannot be multiplied"))?;
+    let batch =
+        batch.ok_or_else(|| format!("batches of {of_a:?} and {of_b:?} do not broadcast"))?;
     let padded = |own: &[usize], matrix: &[usize]| {
         let ones = std::iter::repeat_n(1, batch.len() - own.len());
         ones.chain(own.iter().copied()).chain(matrix.iter().copied()).collect::<Vec<_>>()
@@ -107,7 +110,7 @@ pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     let [a, b] = [a.reshape(&padded(batch_a, matrix_a)), b.reshape(&padded(batch_b, matrix_b))];
     let is_float = a.kind() == Kind::Float;
     let (lhs, rhs) = (a.into_inner(), b.into_inner());
-    let out = Array::of(match is_float {
+    let out = Array::from_dispatch(match is_float {
         true => Dispatch::float_matmul(lhs, rhs),
         false => Dispatch::int_matmul(lhs, rhs),
     });
@@ -117,7 +120,7 @@ pub(crate) fn product(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     Ok(out.reshape(&shape))
 }
 
-/// Sums products over the labels that the result lacks.
+/// Computes an Einstein sum: sums over the labels that the output lacks.
 fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     let text: String = equation.chars().filter(|own| !own.is_whitespace()).collect();
     let (left, right) = match text.split_once("->") {
@@ -126,9 +129,10 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     };
     let terms: Vec<&str> = left.split(',').collect();
     if terms.len() != inputs.len() {
-        return Err(format!("{equation} has {} terms for {} inputs", terms.len(), inputs.len()));
+        let (want, have) = (terms.len(), inputs.len());
+        return Err(format!("expected {want} inputs for equation `{equation}`, got {have}"));
     }
-    // Dots stand for dimensions of any number: they get labels that no letter has.
+    // An ellipsis is any number of dimensions: they get labels that are no letters.
     let named = |term: &str| term.chars().filter(|own| *own != '.').count();
     let dots = |term: &str, rank: usize| {
         if term.contains("...") { rank.saturating_sub(named(term)) } else { 0 }
@@ -160,24 +164,25 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
         let own = diagonal(array, labels)?;
         let joined = match result {
             None => own,
-            Some(before) => multiplied(before, own)?,
+            Some(before) => multiply(before, own)?,
         };
-        // Labels that nothing later reads are summed now.
+        // Sum over labels that no later term has.
         let later = rest(at + 1);
         result = Some(summed(joined, &|label| out.contains(&label) || later.contains(&label)));
     }
-    let (array, labels) = result.ok_or("there are no inputs")?;
+    let (array, labels) = result.ok_or("expected at least one input, got none")?;
     let order = out.iter().map(|own| labels.iter().position(|have| have == own));
     let order: Vec<usize> =
-        order.collect::<Option<_>>().ok_or("the result has a label of no input")?;
+        order.collect::<Option<_>>().ok_or("the output has a label that no input has")?;
     Ok(array.permute(&order))
 }
 
-/// Takes the diagonal of dimensions with the same label.
+/// Takes the diagonal of dimensions with equal labels.
 fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), String> {
     let mut labels = labels.to_vec();
     if labels.len() != array.rank() {
-        return Err(format!("a term has {} labels for a rank of {}", labels.len(), array.rank()));
+        let (want, have) = (labels.len(), array.rank());
+        return Err(format!("expected an input of rank {want} for its labels, got rank {have}"));
     }
     while let Some((one, other)) = (0..labels.len())
         .flat_map(|one| (one + 1..labels.len()).map(move |other| (one, other)))
@@ -198,18 +203,18 @@ fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), Str
     Ok((array, labels))
 }
 
-/// Multiplies elements, with all labels of both.
-fn multiplied(
+/// Multiplies elementwise; the result has the labels of both.
+fn multiply(
     (a, of_a): (Array, Vec<char>),
     (b, of_b): (Array, Vec<char>),
 ) -> Result<(Array, Vec<char>), String> {
     let mut labels = of_a.clone();
     labels.extend(of_b.iter().filter(|own| !of_a.contains(own)));
-    let spread = |own: Array, of: &[char]| {
+    let spread = |own: Array, have: &[char]| {
         let (shape, mut order) = (own.shape(), Vec::new());
         let mut to = Vec::new();
         for label in &labels {
-            match of.iter().position(|have| have == label) {
+            match have.iter().position(|own| own == label) {
                 Some(at) => {
                     order.push(at);
                     to.push(shape[at]);
@@ -236,18 +241,20 @@ fn summed((array, labels): (Array, Vec<char>), keeps: &dyn Fn(char) -> bool) -> 
     }
     let kept: Vec<usize> = (0..labels.len()).filter(|at| keeps(labels[*at])).collect();
     let shape: Vec<usize> = kept.iter().map(|at| shape[*at]).collect();
-    (Array::of(tensor).reshape(&shape), kept.iter().map(|at| labels[*at]).collect())
+    (Array::from_dispatch(tensor).reshape(&shape), kept.iter().map(|at| labels[*at]).collect())
 }
 
-/// Determinants of matrices, by elimination in f64 on the host.
+/// Computes determinants by elimination in f64 on the host.
 fn determinant(x: &Array) -> Result<Array, String> {
     let own = x.shape();
-    let [.., rows, columns] = own[..] else { return Err("x has no rank of 2".to_owned()) };
+    let [.., rows, columns] = own[..] else {
+        return Err(format!("expected x of rank 2 or more, got shape {own:?}"));
+    };
     if rows != columns {
-        return Err("a matrix is not square".to_owned());
+        return Err(format!("expected square matrices, got shape {own:?}"));
     }
     let all = x.floats()?;
-    let of = |matrix: &[f64]| {
+    let determinant = |matrix: &[f64]| {
         let mut m = matrix.to_vec();
         let mut value = 1.0;
         for at in 0..rows {
@@ -271,7 +278,7 @@ fn determinant(x: &Array) -> Result<Array, String> {
         }
         value
     };
-    let values: Vec<f64> = all.chunks(rows * rows).map(of).collect();
+    let values: Vec<f64> = all.chunks(rows * rows).map(determinant).collect();
     let shape = own[..own.len() - 2].to_vec();
     let data = burn::tensor::TensorData::new(values, shape).convert_dtype(match x.dtype() {
         DType::F64 => DType::F64,

@@ -1,4 +1,4 @@
-//! Losses of classes.
+//! Classification losses.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::ActivationOps;
@@ -17,13 +17,13 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "none" => Fold::None,
         "mean" => Fold::Mean,
         "sum" => Fold::Sum,
-        other => return Some(Err(format!("a reduction by {other} is not supported"))),
+        other => return Some(Err(format!("reduction `{other}` is not supported"))),
     };
     let ignored = call.int("ignore_index");
     Some(Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let logs = match of_scores {
-            true => Array::of(Dispatch::log_softmax(x.into_inner(), 1)),
+            true => Array::from_dispatch(Dispatch::log_softmax(x.into_inner(), 1)),
             false => x,
         };
         let loss = loss(inputs, logs.clone(), by, ignored)?;
@@ -38,7 +38,7 @@ enum Fold {
     Sum,
 }
 
-/// -w[t] · x[n, t, …], with the weight 0 for targets that are ignored; the mean is by weight.
+/// Computes -w[t] · x[n, t, …], with weight 0 for ignored targets; the mean is weighted.
 fn loss(inputs: &Inputs<'_>, logs: Array, by: Fold, ignored: Option<i64>) -> Result<Array, String> {
     let target = inputs.get(1)?.cast(DType::I64);
     let (shape, classes, dtype) = (target.shape(), logs.shape()[1], logs.dtype());
@@ -50,7 +50,7 @@ fn loss(inputs: &Inputs<'_>, logs: Array, by: Fold, ignored: Option<i64>) -> Res
             Some(target.clone().compared(own, crate::array::Order::Equal).not())
         }
     };
-    // Ignored targets may be no class.
+    // An ignored target may be out of range.
     let target = target.at_least(0.0).at_most(classes as f64 - 1.0);
     let weight = match inputs.maybe(2) {
         Some(weight) => {

@@ -1,16 +1,17 @@
-//! Operators: one file for each family. An operator reads its attributes when a graph is loaded, and gets its inputs when it runs.
+//! Operators, one file per family. An operator reads its attributes when a graph is loaded, and its
+//! inputs when it runs.
 
 pub(crate) mod attention;
 mod control;
 mod elementwise;
 pub(crate) mod fused;
+mod host;
 mod index;
 mod int8;
 pub(crate) mod linear;
 mod loss;
 mod microsoft;
 mod norm;
-mod places;
 mod pointwise;
 mod quant;
 mod recurrent;
@@ -36,9 +37,10 @@ use crate::devices::Devices;
 use crate::graph::{Attribute, Node};
 use crate::run::Program;
 
-/// The work of an operator in a run.
+/// Function that computes the outputs of a node.
 pub(crate) type Run = Box<dyn Fn(&Inputs<'_>) -> Result<Vec<Array>, String> + Send + Sync>;
-/// An operator that is read: none if the family does not have it, an error in words if it is not supported as it is called.
+/// Result of reading a node: None if the operator is not in this family, an error if it is not
+/// supported.
 pub(crate) type Read = Option<Result<Run, String>>;
 
 const FAMILIES: [fn(&Call<'_>) -> Read; 21] = [
@@ -62,33 +64,33 @@ const FAMILIES: [fn(&Call<'_>) -> Read; 21] = [
     signal::read,
     vision::read,
     microsoft::read,
-    places::read,
+    host::read,
 ];
 
-/// Reads the operator of a node.
+/// Returns the function that computes a node.
 ///
 /// # Errors
-/// The reason why it cannot run.
+/// The reason why the node is not supported.
 pub(crate) fn operator(node: &Node, opset: i64, devices: &Arc<Devices>) -> Result<Run, String> {
     let call = Call { node, opset, devices };
     let found = FAMILIES.iter().find_map(|family| family(&call));
     found.unwrap_or_else(|| Err("the operator is not supported".to_owned()))
 }
 
-/// A call of an operator, with its attributes.
+/// A node with its attributes.
 pub(crate) struct Call<'a> {
     node: &'a Node,
-    /// Version of ONNX's operators.
+    /// Opset of the domain `ai.onnx`.
     pub(crate) opset: i64,
     devices: &'a Arc<Devices>,
 }
 
-/// A graph that an operator runs.
-pub(crate) struct Part {
+/// A subgraph that an operator runs.
+pub(crate) struct Subgraph {
     pub(crate) program: Program,
-    /// Places of its captured values in the inputs.
+    /// Input indices of the captured values.
     pub(crate) captured: Range<usize>,
-    /// Type and shape of each result, where the type is declared. A length that is not has 0.
+    /// Dtype and shape of each output whose dtype is known; an unknown length is 0.
     pub(crate) outputs: Vec<Option<(DType, Vec<usize>)>>,
 }
 
@@ -173,13 +175,13 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Returns a graph, ready to run.
+    /// Returns the subgraph of an attribute, ready to run.
     ///
     /// # Errors
-    /// It is missing, or has nodes that cannot run.
-    pub(crate) fn part(&self, name: &str) -> Result<Part, String> {
+    /// The attribute is missing, or a node of the subgraph is not supported.
+    pub(crate) fn subgraph(&self, name: &str) -> Result<Subgraph, String> {
         let Some(Attribute::Graph(graph, from)) = self.node.attributes.get(name) else {
-            return Err(format!("it has no {name}"));
+            return Err(format!("attribute `{name}` is missing"));
         };
         let program = Program::new(graph, self.opset, self.devices);
         let declared = |id: &usize| {
@@ -187,14 +189,14 @@ impl<'a> Call<'a> {
             let lengths = ty.shape.iter().flatten();
             Some((ty.dtype?, lengths.map(|own| own.unwrap_or(0)).collect()))
         };
-        Ok(Part {
+        Ok(Subgraph {
             program: program.map_err(|why| why.to_string())?,
             captured: *from..from + graph.captured.len(),
             outputs: graph.outputs.iter().map(declared).collect(),
         })
     }
 
-    /// Returns true for an input that is no constant.
+    /// Returns true for an input that is present and not a constant.
     pub(crate) fn is_given(&self, at: usize) -> bool {
         let id = self.node.inputs.get(at).copied().flatten();
         id.is_some() && !self.node.constants.contains(&at)
@@ -204,23 +206,23 @@ impl<'a> Call<'a> {
         self.node.inputs.get(at).copied().flatten().is_some()
     }
 
-    /// Number of inputs, without those that its graphs capture.
+    /// Returns the number of inputs, without captured values of subgraphs.
     pub(crate) fn given(&self) -> usize {
         self.node.given
     }
 
-    /// Number of results that are used or named.
+    /// Returns the number of outputs, including unnamed ones between named ones.
     pub(crate) fn outputs(&self) -> usize {
         self.node.outputs.len()
     }
 }
 
-/// Inputs of an operator in a run.
+/// Inputs of a node when it runs.
 pub(crate) struct Inputs<'a> {
     pub(crate) all: &'a [Option<Array>],
-    /// Device for results of an operator without inputs.
+    /// Device of the outputs of a node without inputs.
     pub(crate) device: &'a DispatchDevice,
-    /// Device in host memory, for shapes.
+    /// Host device, for shapes.
     pub(crate) host: &'a DispatchDevice,
     /// Context of our kernels.
     pub(crate) ctx: &'a Ctx,
@@ -234,7 +236,7 @@ impl<'a> Inputs<'a> {
     /// Returns an input.
     ///
     /// # Errors
-    /// It is missing.
+    /// The input is missing.
     pub(crate) fn get(&self, at: usize) -> Result<Array, String> {
         self.maybe(at).ok_or_else(|| format!("input {at} is missing"))
     }
@@ -243,10 +245,10 @@ impl<'a> Inputs<'a> {
         self.all.get(at).cloned().flatten()
     }
 
-    /// Returns an input of lengths or counts.
+    /// Returns an input as lengths or counts.
     ///
     /// # Errors
-    /// It is missing, or has a negative number.
+    /// The input is missing, or has a negative element.
     pub(crate) fn lengths(&self, at: usize) -> Result<Vec<usize>, String> {
         self.get(at)?.lengths()
     }
@@ -254,20 +256,23 @@ impl<'a> Inputs<'a> {
     /// Returns all inputs.
     ///
     /// # Errors
-    /// One is missing.
+    /// An input is missing.
     pub(crate) fn each(&self) -> Result<Vec<Array>, String> {
         (0..self.all.len()).map(|at| self.get(at)).collect()
     }
 }
 
-/// Returns an axis that may count from the end.
+/// Resolves an axis; negative ones count from the end.
 ///
 /// # Errors
-/// The tensor has no such axis.
+/// The axis is out of range.
 pub(crate) fn axis(axis: i64, rank: usize) -> Result<usize, String> {
     let own = if axis < 0 { axis + rank as i64 } else { axis };
     match usize::try_from(own) {
         Ok(own) if own < rank.max(1) => Ok(own),
-        _ => Err(format!("a tensor of rank {rank} has no axis {axis}")),
+        _ => {
+            let last = rank.max(1) - 1;
+            Err(format!("expected an axis from -{rank} to {last} for rank {rank}, got {axis}"))
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Norms. Statistics are computed in f32, or in f64.
+//! Norms. Statistics are f32, or f64.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -51,13 +51,15 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let x = inputs.get(0)?;
                 let at = axis(at, x.rank())?;
-                let sum = |own: Array| Array::of(Dispatch::float_sum_dim(own.into_inner(), at));
+                let sum = |own: Array| {
+                    Array::from_dispatch(Dispatch::float_sum_dim(own.into_inner(), at))
+                };
                 let size = match p {
                     1 => sum(x.clone().float(Dispatch::float_abs)),
                     2 => sum(x.clone().times(x.clone())).float(Dispatch::float_sqrt),
-                    other => return Err(format!("a norm of order {other} is not supported")),
+                    other => return Err(format!("expected p of 1 or 2, got {other}")),
                 };
-                // A line of zeros stays.
+                // Zeros stay zeros.
                 let zero = size.clone().above(0.0).not().cast(x.dtype());
                 Ok(vec![x.over(size.plus(zero))])
             })
@@ -85,11 +87,14 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let window = |at: usize| {
                     let (from, to) = (at.saturating_sub(before), (at + after + 1).min(channels));
                     let part = squares.clone().narrow(1, from, to);
-                    Array::of(Dispatch::float_sum_dim(part.into_inner(), 1))
+                    Array::from_dispatch(Dispatch::float_sum_dim(part.into_inner(), 1))
                 };
                 let sums = Array::concat((0..channels).map(window).collect(), 1);
                 let scale = sums.times_number(alpha / size as f64).plus_number(bias);
-                let scale = Array::of(Dispatch::float_powf_scalar(scale.into_inner(), beta.into()));
+                let scale = Array::from_dispatch(Dispatch::float_powf_scalar(
+                    scale.into_inner(),
+                    beta.into(),
+                ));
                 Ok(vec![x.over(scale)])
             })
         }
@@ -97,7 +102,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// Normalises groups of channels.
+/// Computes a group norm.
 pub(super) fn grouped(
     x: Array,
     factor: Option<Array>,
@@ -108,11 +113,11 @@ pub(super) fn grouped(
     let (own, dtype) = (x.shape(), x.dtype());
     let (batch, channels) = (own[0], own[1]);
     if groups == 0 || channels % groups != 0 {
-        return Err(format!("{groups} groups do not divide {channels} channels"));
+        return Err(format!("expected channels divisible by {groups} groups, got {channels}"));
     }
     let rest = x.count() / (batch * groups).max(1);
     let (normed, ..) = normed(x.reshape(&[batch, groups, rest]), &[2], epsilon, true);
-    // Until opset 20 a factor is that of a group.
+    // Until opset 20 there is one weight per group.
     let of_channel = |each: Array| {
         let count = each.count();
         let mut shape = vec![1; own.len()];
@@ -127,7 +132,7 @@ pub(super) fn grouped(
     Ok(scaled(normed.reshape(&own), factor, bias).cast(dtype))
 }
 
-/// Returns a shape that puts the elements of a vector on the second of `rank` dimensions.
+/// Returns the shape of a vector along the second of `rank` dimensions.
 fn per_channel(rank: usize) -> impl Fn(&Array) -> Vec<usize> {
     move |own| {
         let mut each = vec![1; rank];
@@ -142,12 +147,13 @@ fn wide(dtype: DType) -> DType {
 
 fn mean_of(mut x: Array, axes: &[usize]) -> Array {
     for at in axes {
-        x = Array::of(Dispatch::float_mean_dim(x.into_inner(), *at));
+        x = Array::from_dispatch(Dispatch::float_mean_dim(x.into_inner(), *at));
     }
     x
 }
 
-/// Returns (x - mean) / √(variance + ε) over dimensions, the mean and the factor; without a mean if it is not `centred`.
+/// Returns (x - mean) / √(variance + ε) over dimensions, the mean and the inverse deviation. If not
+/// `centred`, the mean is not subtracted.
 pub(super) fn normed(
     x: Array,
     axes: &[usize],

@@ -1,4 +1,4 @@
-//! Programs of elementwise steps.
+//! Elementwise programs, which the pass `chain` creates.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -22,7 +22,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             return Ok(vec![by_steps(&program, all)?]);
         }
         let float = all.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
-        // A kernel reads elements of two types.
+        // The kernel reads at most two dtypes.
         for own in &mut all {
             if own.dtype().is_float() && own.dtype() != float {
                 *own = own.clone().cast(float);
@@ -34,7 +34,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         let all: Vec<_> = all.into_iter().map(Array::into_inner).collect();
         let made =
             ops::pointwise(inputs.ctx, &program, &all, out).map_err(|why| why.to_string())?;
-        let made = Array::of(made);
+        let made = Array::from_dispatch(made);
         Ok(vec![if rank == 0 { made.reshape(&[]) } else { made }])
     })))
 }
@@ -47,7 +47,7 @@ const fn stored(own: burn::tensor::BoolDType) -> DType {
     }
 }
 
-/// Returns true for a program whose result is a bool.
+/// Returns true if the result of a program is a bool.
 fn is_logic(program: &Program) -> bool {
     match program.steps.last() {
         Some(Step::Unary(Function::Not, _)) => true,
@@ -63,21 +63,21 @@ fn is_logic(program: &Program) -> bool {
     }
 }
 
-/// Runs a program by Burn's operations, one after the other.
+/// Runs a program with Burn's operations, step by step.
 fn by_steps(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
     let narrow = inputs.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
-    // As in the kernel, only the result has 16 bits.
+    // As in the kernel, only the result is rounded to 16 bits.
     let float = if narrow.size() == 2 { DType::F32 } else { narrow };
     let device = inputs.first().ok_or("a program has no inputs")?.device();
     let mut registers = inputs;
     for step in &program.steps {
-        let of = |own: u8| registers[usize::from(own)].clone();
-        let number = |own: u8| of(own).cast(float);
+        let register = |own: u8| registers[usize::from(own)].clone();
+        let number = |own: u8| register(own).cast(float);
         let made = match *step {
             Step::Constant(own) => {
                 Array::full(&[], scalar_of(own.value().into(), float), float, &device)
             }
-            Step::Unary(Function::Not, a) => match of(a) {
+            Step::Unary(Function::Not, a) => match register(a) {
                 own if own.kind() == Kind::Bool => own.not(),
                 own => own.cast(crate::tensor::BOOL).not(),
             },
@@ -92,21 +92,21 @@ fn by_steps(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
                 }
                 Operation::Max => super::elementwise::largest(number(a), number(b))?,
                 Operation::Min => super::elementwise::smallest(number(a), number(b))?,
-                Operation::Equal => same(of(a), of(b), float),
+                Operation::Equal => same(register(a), register(b), float),
                 Operation::Greater => number(a).compared(number(b), Order::Greater),
                 Operation::GreaterOrEqual => number(a).compared(number(b), Order::GreaterOrEqual),
-                Operation::And => of(a).bools(of(b), |a, b| {
+                Operation::And => register(a).bools(register(b), |a, b| {
                     <Dispatch as burn::backend::ops::BoolTensorOps<Dispatch>>::bool_and(a, b)
                 }),
-                Operation::Or => of(a).bools(of(b), |a, b| {
+                Operation::Or => register(a).bools(register(b), |a, b| {
                     <Dispatch as burn::backend::ops::BoolTensorOps<Dispatch>>::bool_or(a, b)
                 }),
             },
             Step::Select(which, yes, no) => {
-                let (yes, no) = (of(yes), of(no));
+                let (yes, no) = (register(yes), register(no));
                 let bools = yes.kind() == Kind::Bool && no.kind() == Kind::Bool;
                 let pair = if bools { (yes, no) } else { (yes.cast(float), no.cast(float)) };
-                of(which).cast(crate::tensor::BOOL).choose(pair.0, pair.1)?
+                register(which).cast(crate::tensor::BOOL).choose(pair.0, pair.1)?
             }
         };
         registers.push(made);

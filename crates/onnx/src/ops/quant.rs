@@ -1,10 +1,10 @@
-//! Quantisation by scales and zero points, and products of what is quantised.
+//! Quantisation with scales and zero points, and quantised matmuls and convolutions.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::DType;
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Inputs, Read, Run, axis, windows};
 use crate::array::{Array, Kind};
 use crate::tensor;
@@ -33,21 +33,22 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "MatMulInteger" => Ok(Box::new(|inputs| {
             let a = shifted(inputs.get(0)?, inputs.maybe(2), true)?;
             let b = shifted(inputs.get(1)?, inputs.maybe(3), false)?;
-            Ok(vec![product(inputs.ctx, a, b)?.cast(DType::I32)])
+            Ok(vec![matmul(inputs.ctx, a, b)?.cast(DType::I32)])
         })),
         "QLinearMatMul" => Ok(Box::new(|inputs| {
             let rows = |x: usize| {
                 let own = inputs.get(x)?;
-                let of = if x == 0 { lines(inputs.get(1)?, own.rank()) } else { inputs.get(4)? };
+                let scale =
+                    if x == 0 { lines(inputs.get(1)?, own.rank()) } else { inputs.get(4)? };
                 let zero =
                     if x == 0 { lines(inputs.get(2)?, own.rank()) } else { inputs.get(5)? };
                 Ok::<_, String>((
                     own.cast(DType::F32).minus(zero.cast(DType::F32)),
-                    of.cast(DType::F32),
+                    scale.cast(DType::F32),
                 ))
             };
             let ((a, of_a), (b, of_b)) = (rows(0)?, rows(3)?);
-            let out = product(inputs.ctx, a, b)?.times(of_a).times(of_b);
+            let out = matmul(inputs.ctx, a, b)?.times(of_a).times(of_b);
             let (scale, zero) = (inputs.get(6)?, inputs.get(7)?);
             Ok(vec![rounded(out.over(scale.cast(DType::F32)), Some(zero.clone()), zero.dtype())])
         })),
@@ -57,8 +58,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 Box::new(move |inputs| match quantised {
                     false => {
                         let x = shifted(inputs.get(0)?, inputs.maybe(2), false)?.cast(DType::F32);
-                        let w = of_filters(inputs.get(1)?, inputs.maybe(3)).cast(DType::F32);
-                        // Sums below 2^24 are exact in f32. Halves of x keep larger ones there: x = 16 · high + low.
+                        let w =
+                            subtract_filter_zeros(inputs.get(1)?, inputs.maybe(3)).cast(DType::F32);
+                        // Sums below 2^24 are exact in f32. For larger sums, x is split: x = 16 · high + low.
                         let taps: usize = w.shape()[1..].iter().product();
                         if taps <= EXACT {
                             return Ok(vec![round(conv(x, w, None)?).cast(DType::I32)]);
@@ -73,7 +75,8 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                     true => {
                         let x =
                             inputs.get(0)?.cast(DType::F32).minus(inputs.get(2)?.cast(DType::F32));
-                        let w = of_filters(inputs.get(3)?, inputs.maybe(5)).cast(DType::F32);
+                        let w =
+                            subtract_filter_zeros(inputs.get(3)?, inputs.maybe(5)).cast(DType::F32);
                         let bias = inputs.maybe(8).map(|own| own.cast(DType::F32));
                         let out = conv(x, w, bias)?;
                         let mut scale = inputs.get(4)?.cast(DType::F32);
@@ -95,7 +98,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Returns values of rows as a column, if there are several.
+/// Returns per-row values as a column.
 fn lines(x: Array, rank: usize) -> Array {
     match x.rank() {
         1 if x.count() > 1 && rank >= 2 => {
@@ -110,7 +113,7 @@ fn round(x: Array) -> Array {
     x.float(Dispatch::float_round)
 }
 
-/// Subtracts zero points, in i32. Those of rows are a column.
+/// Subtracts zero points in i32. Per-row zero points are a column.
 pub(super) fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Array, String> {
     let rank = x.rank();
     let x = x.cast(DType::I32);
@@ -123,8 +126,8 @@ pub(super) fn shifted(x: Array, zero: Option<Array>, of_rows: bool) -> Result<Ar
     })
 }
 
-/// Subtracts zero points of filters.
-fn of_filters(w: Array, zero: Option<Array>) -> Array {
+/// Subtracts the zero points of filters.
+fn subtract_filter_zeros(w: Array, zero: Option<Array>) -> Array {
     let mut each = vec![1; w.rank()];
     let w = w.cast(DType::I32);
     match zero {
@@ -136,7 +139,7 @@ fn of_filters(w: Array, zero: Option<Array>) -> Array {
     }
 }
 
-/// Least and greatest number of an integer type.
+/// Returns the minimum and maximum of an integer dtype.
 pub(crate) fn limits(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::I8 => (-128.0, 127.0),
@@ -150,10 +153,10 @@ pub(crate) fn limits(dtype: DType) -> (f64, f64) {
     }
 }
 
-/// Most products of bytes whose sum is exact in f32: 512 · 255 · 128 < 2^24.
+/// Maximum terms of a sum of byte products that is exact in f32: 512 · 255 · 128 < 2^24.
 pub(super) const EXACT: usize = 512;
 
-/// Rounds to an integer type, after a zero point is added.
+/// Adds a zero point, and rounds to an integer dtype.
 fn rounded(x: Array, zero: Option<Array>, dtype: DType) -> Array {
     let (least, most) = limits(dtype);
     let x = round(x);
@@ -167,7 +170,7 @@ fn rounded(x: Array, zero: Option<Array>, dtype: DType) -> Array {
     x.at_least(least).at_most(most).cast(dtype)
 }
 
-/// Spreads scales or zero points over a tensor: one for all, one for each place of an axis, or one for a block along it.
+/// Broadcasts scales or zero points to a shape: per tensor, per axis, or per block along an axis.
 fn spread(own: Array, shape: &[usize], at: i64, block: usize) -> Result<Array, String> {
     let rank = shape.len();
     if own.rank() == 0 || own.count() == 1 && rank == 0 {
@@ -180,7 +183,8 @@ fn spread(own: Array, shape: &[usize], at: i64, block: usize) -> Result<Array, S
         return Ok(own.reshape(&each));
     }
     if own.rank() != rank || block == 0 {
-        return Err(format!("scales of shape {:?} do not fit {shape:?}", own.shape()));
+        let have = own.shape();
+        return Err(format!("expected scales for shape {shape:?}, got scales of shape {have:?}"));
     }
     let mut parts = own.shape();
     let count = parts[at];
@@ -227,13 +231,14 @@ fn dequantize(
     Ok(x.cast(DType::F32).times(scale))
 }
 
-/// y in u8, with the scale and the zero point that the range of x asks for; the range has 0 in it.
+/// Quantises x to u8, with scale and zero point from its range, which includes 0.
 fn dynamic(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let count = x.count();
     let flat = x.clone().reshape(&[count]).into_inner();
-    let most = Array::of(Dispatch::float_max_dim(flat.clone(), 0)).reshape(&[]).at_least(0.0);
-    let least = Array::of(Dispatch::float_min_dim(flat, 0)).reshape(&[]).at_most(0.0);
+    let most =
+        Array::from_dispatch(Dispatch::float_max_dim(flat.clone(), 0)).reshape(&[]).at_least(0.0);
+    let least = Array::from_dispatch(Dispatch::float_min_dim(flat, 0)).reshape(&[]).at_most(0.0);
     let scale = most.minus(least.clone()).times_number(1.0 / 255.0);
     // All elements are 0: any scale gives zeros.
     let one = Array::full(&[], 1f64.into(), scale.dtype(), &scale.device());

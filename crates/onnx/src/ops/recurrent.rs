@@ -1,11 +1,11 @@
-//! Recurrent layers: RNN, GRU and LSTM, one step after another.
+//! Recurrent layers: RNN, GRU and LSTM, step by step.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{ActivationOps, FloatTensorOps};
 
 use ops::Ctx;
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Inputs, Read, Run};
 use crate::array::{Array, scalar_of};
 
@@ -27,7 +27,7 @@ enum Cell {
 }
 
 impl Cell {
-    /// Gates, and the activations that ONNX gives them.
+    /// Returns the number of gates, and ONNX's default activations.
     fn usual(self) -> (usize, &'static [&'static str]) {
         match self {
             Self::Rnn => (1, &["Tanh"]),
@@ -37,7 +37,7 @@ impl Cell {
     }
 }
 
-/// An activation with its two numbers.
+/// An activation with its parameters.
 #[derive(Debug, Clone)]
 struct Activation {
     name: String,
@@ -46,7 +46,7 @@ struct Activation {
 }
 
 impl Activation {
-    fn of(name: &str, alpha: Option<f64>, beta: Option<f64>) -> Result<Self, String> {
+    fn from_name(name: &str, alpha: Option<f64>, beta: Option<f64>) -> Result<Self, String> {
         let name = name.to_ascii_lowercase();
         let (usual_alpha, usual_beta) = match name.as_str() {
             "leakyrelu" => (0.01, 0.0),
@@ -55,7 +55,7 @@ impl Activation {
                 (1.0, if name == "scaledtanh" { 1.0 } else { 0.0 })
             }
             "relu" | "tanh" | "sigmoid" | "softsign" | "softplus" => (0.0, 0.0),
-            other => return Err(format!("the activation {other} is not supported")),
+            other => return Err(format!("activation `{other}` is not supported")),
         };
         Ok(Self { name, alpha: alpha.unwrap_or(usual_alpha), beta: beta.unwrap_or(usual_beta) })
     }
@@ -92,7 +92,7 @@ struct Layer {
     cell: Cell,
     size: usize,
     directions: Vec<bool>,
-    /// Activations of each direction.
+    /// Activations per direction.
     activations: Vec<Vec<Activation>>,
     clip: Option<f64>,
     batch_first: bool,
@@ -106,7 +106,7 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
         "forward" => vec![false],
         "reverse" => vec![true],
         "bidirectional" => vec![false, true],
-        other => return Err(format!("the direction {other} is not supported")),
+        other => return Err(format!("direction `{other}` is not supported")),
     };
     let (_, usual) = cell.usual();
     let names: Vec<String> = match call.texts("activations") {
@@ -119,18 +119,19 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
             .collect(),
     };
     if names.len() != usual.len() * directions.len() {
-        return Err(format!("it has {} activations", names.len()));
+        let want = usual.len() * directions.len();
+        return Err(format!("expected {want} activations, got {}", names.len()));
     }
     let number = |list: &str, at: usize| {
         call.floats(list).and_then(|all| all.get(at)).map(|own| f64::from(*own))
     };
     let all = names.iter().enumerate().map(|(at, name)| {
-        Activation::of(name, number("activation_alpha", at), number("activation_beta", at))
+        Activation::from_name(name, number("activation_alpha", at), number("activation_beta", at))
     });
     let all: Vec<Activation> = all.collect::<Result<_, _>>()?;
     let layer = Layer {
         cell,
-        size: size.ok_or("it has no hidden_size")?,
+        size: size.ok_or("attribute `hidden_size` is missing")?,
         activations: all.chunks(usual.len()).map(<[Activation]>::to_vec).collect(),
         directions,
         clip: call.float("clip"),
@@ -142,7 +143,8 @@ fn layer(call: &Call<'_>, cell: Cell) -> Result<Run, String> {
 }
 
 impl Layer {
-    /// Returns Y `[steps, directions, batch, size]`, the last states, and of an LSTM the last cells.
+    /// Returns Y `[steps, directions, batch, size]`, the last hidden states, and the last cell
+    /// states of an LSTM.
     fn run(&self, inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
         let mut x = inputs.get(0)?;
         if self.batch_first {
@@ -150,7 +152,7 @@ impl Layer {
         }
         let dtype = x.dtype();
         let [steps, batch, width] = x.shape()[..] else {
-            return Err("x has no rank of 3".to_owned());
+            return Err(format!("expected x of rank 3, got shape {:?}", x.shape()));
         };
         let lengths = inputs.maybe(4).map(|own| own.lengths()).transpose()?;
         let lengths = lengths.unwrap_or_else(|| vec![steps; batch]);
@@ -163,7 +165,8 @@ impl Layer {
                     own.narrow(0, direction, direction + 1).reshape(&shape)
                 })
             };
-            let (w, r) = (part(1).ok_or("w is missing")?, part(2).ok_or("r is missing")?);
+            let (w, r) =
+                (part(1).ok_or("input W is missing")?, part(2).ok_or("input R is missing")?);
             let start = |at: usize| match inputs.maybe(at) {
                 None => {
                     let zero = scalar_of(0.0, dtype);
@@ -189,7 +192,7 @@ impl Layer {
                     &weights,
                     &self.activations[direction],
                 )?;
-                // Sequences that have ended, or that have not begun from their end, keep their states.
+                // Sequences outside of their length keep their state.
                 let lives: Vec<bool> = lengths.iter().map(|own| at < *own).collect();
                 if lives.iter().all(|own| *own) {
                     made[at] = Some(next.clone());
@@ -219,11 +222,11 @@ impl Layer {
             cells.extend(cell.map(|own| own.reshape(&[1, batch, self.size])));
         }
         let (y, state) = (Array::concat(lines, 1), Array::concat(states, 0));
-        let turned = |own: Array| if self.batch_first { own.permute(&[1, 0, 2]) } else { own };
+        let batch_first = |own: Array| if self.batch_first { own.permute(&[1, 0, 2]) } else { own };
         let y = if self.batch_first { y.permute(&[2, 0, 1, 3]) } else { y };
-        let mut out = vec![y, turned(state)];
+        let mut out = vec![y, batch_first(state)];
         if !cells.is_empty() {
-            out.push(turned(Array::concat(cells, 0)));
+            out.push(batch_first(Array::concat(cells, 0)));
         }
         Ok(out)
     }
@@ -235,7 +238,7 @@ impl Layer {
         }
     }
 
-    /// Returns the next state, and of an LSTM the next cell.
+    /// Returns the next hidden state, and the next cell state of an LSTM.
     fn step(
         &self,
         ctx: &Ctx,
@@ -256,8 +259,8 @@ impl Layer {
             Some(bias) => x.plus(bias),
             None => x,
         };
-        let of_x = product(ctx, x, weights.w.clone().permute(&[1, 0]))?;
-        let of_state = product(ctx, state.clone(), weights.r.clone().permute(&[1, 0]))?;
+        let of_x = matmul(ctx, x, weights.w.clone().permute(&[1, 0]))?;
+        let of_state = matmul(ctx, state.clone(), weights.r.clone().permute(&[1, 0]))?;
         let sum = |at: usize| {
             let own = with(gate(&of_x, at), bias(false, at));
             own.plus(with(gate(&of_state, at), bias(true, at)))
@@ -273,7 +276,7 @@ impl Layer {
                     false => {
                         let r = weights.r.clone().narrow(0, 2 * size, 3 * size);
                         with(
-                            product(ctx, reset.times(state.clone()), r.permute(&[1, 0]))?,
+                            matmul(ctx, reset.times(state.clone()), r.permute(&[1, 0]))?,
                             bias(true, 2),
                         )
                     }
@@ -289,7 +292,8 @@ impl Layer {
                         own.clone().narrow(0, at * size, (at + 1) * size).times(cell.clone())
                     })
                 };
-                // In the order of ONNX: input, output, forget, cell; peepholes: input, output, forget.
+                // ONNX order of gates: input, output, forget, cell; of peepholes: input, output,
+                // forget.
                 let input = activations[0].run(self.clipped(with(sum(0), peep(0, cell))));
                 let forget = match self.coupled {
                     true => input.clone().times_number(-1.0).plus_number(1.0),
@@ -300,7 +304,7 @@ impl Layer {
                 let output = activations[0].run(self.clipped(with(sum(1), peep(1, &next))));
                 (output.times(activations[2].run(next.clone())), Some(next))
             }
-            (Cell::Lstm, None) => return Err("an LSTM has a cell".to_owned()),
+            (Cell::Lstm, None) => return Err("the cell state of the LSTM is missing".to_owned()),
         })
     }
 }

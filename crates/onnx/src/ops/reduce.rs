@@ -1,4 +1,4 @@
-//! Operators over dimensions: sums and other folds, the places of extremes, running sums, softmax.
+//! Operators along dimensions: reductions, argmax, cumulative sums, softmax, top-k.
 
 use burn::backend::ops::{ActivationOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{Dispatch, DispatchTensor};
@@ -57,7 +57,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })))
 }
 
-/// Folds one dimension after another; they stay with length 1.
+/// Reduces one dimension after another; reduced dimensions have length 1.
 fn each(
     mut x: Array,
     axes: &[usize],
@@ -66,8 +66,8 @@ fn each(
 ) -> Array {
     for at in axes {
         x = match x.kind() {
-            Kind::Float => Array::of(float(x.into_inner(), *at)),
-            _ => Array::of(int(x.into_inner(), *at)),
+            Kind::Float => Array::from_dispatch(float(x.into_inner(), *at)),
+            _ => Array::from_dispatch(int(x.into_inner(), *at)),
         };
     }
     x
@@ -97,14 +97,14 @@ fn abs(x: Array) -> Array {
     }
 }
 
-/// Returns true if a fold over these dimensions has no elements.
+/// Returns true if a reduction over these dimensions has no elements.
 fn is_empty(x: &Array, axes: &[usize]) -> bool {
     let own = x.shape();
     axes.iter().any(|at| own[*at] == 0)
 }
 
-/// Returns the extreme of no elements: an infinity, or the limit of an integer type.
-fn of_nothing(x: &Array, axes: &[usize], value: f64) -> Array {
+/// Returns the maximum or minimum of an empty set: an infinity, or the limit of an integer dtype.
+fn extreme_of_empty(x: &Array, axes: &[usize], value: f64) -> Array {
     let mut shape = x.shape();
     axes.iter().for_each(|at| shape[*at] = 1);
     let (least, most) = super::quant::limits(x.dtype());
@@ -116,7 +116,7 @@ fn max(x: Array, axes: &[usize]) -> Array {
     match x.kind() {
         // true is the larger one.
         Kind::Bool => max(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
-        _ if is_empty(&x, axes) => of_nothing(&x, axes, f64::NEG_INFINITY),
+        _ if is_empty(&x, axes) => extreme_of_empty(&x, axes, f64::NEG_INFINITY),
         _ => each(x, axes, Dispatch::float_max_dim, Dispatch::int_max_dim),
     }
 }
@@ -124,15 +124,15 @@ fn max(x: Array, axes: &[usize]) -> Array {
 fn min(x: Array, axes: &[usize]) -> Array {
     match x.kind() {
         Kind::Bool => min(x.cast(DType::I32), axes).cast(crate::tensor::BOOL),
-        _ if is_empty(&x, axes) => of_nothing(&x, axes, f64::INFINITY),
+        _ if is_empty(&x, axes) => extreme_of_empty(&x, axes, f64::INFINITY),
         _ => each(x, axes, Dispatch::float_min_dim, Dispatch::int_min_dim),
     }
 }
 
-/// ln Σ e^x, as m + ln Σ e^(x - m) with the largest element m.
+/// Computes ln Σ e^x, as m + ln Σ e^(x - m) with the maximum m.
 fn log_sum_exp(x: Array, axes: &[usize]) -> Array {
     let largest = max(x.clone(), axes);
-    // An infinite m would give NaN.
+    // An infinite maximum would give NaN.
     let bound = largest.clone().at_least(f64::from(f32::MIN)).at_most(f64::from(f32::MAX));
     let sum = sum(x.minus(bound.clone()).float(Dispatch::float_exp), axes);
     sum.float(Dispatch::float_log).plus(bound)
@@ -152,7 +152,7 @@ fn others(call: &Call<'_>) -> Read {
                 let x = if last { x.flip(&[at]) } else { x };
                 let is_float = x.kind() == Kind::Float;
                 let x = x.into_inner();
-                let out = Array::of(match (largest, is_float) {
+                let out = Array::from_dispatch(match (largest, is_float) {
                     (true, true) => Dispatch::float_argmax(x, at, IntDType::I64),
                     (false, true) => Dispatch::float_argmin(x, at, IntDType::I64),
                     (true, false) => Dispatch::int_argmax(x, at),
@@ -183,7 +183,7 @@ fn others(call: &Call<'_>) -> Read {
                 let x = inputs.get(0)?;
                 let at = axis(inputs.get(1)?.ints()?[0], x.rank())?;
                 let x = if reverse { x.flip(&[at]) } else { x };
-                let mut out = running(x.clone(), at, sums);
+                let mut out = cumulate(x.clone(), at, sums);
                 if exclusive {
                     let len = x.shape()[at];
                     let mut first = x.shape();
@@ -207,10 +207,10 @@ fn others(call: &Call<'_>) -> Read {
     }))
 }
 
-fn running(x: Array, at: usize, sums: bool) -> Array {
+fn cumulate(x: Array, at: usize, sums: bool) -> Array {
     let is_float = x.kind() == Kind::Float;
     let x = x.into_inner();
-    Array::of(match (sums, is_float) {
+    Array::from_dispatch(match (sums, is_float) {
         (true, true) => Dispatch::float_cumsum(x, at),
         (false, true) => Dispatch::float_cumprod(x, at),
         (true, false) => Dispatch::int_cumsum(x, at),
@@ -218,7 +218,8 @@ fn running(x: Array, at: usize, sums: bool) -> Array {
     })
 }
 
-/// Until opset 12 the dimensions from the axis on are one.
+/// Computes a softmax, log-softmax or hardmax. With `rows` (until opset 12), the dimensions from
+/// the axis on count as one.
 fn softmax(
     inputs: &Inputs<'_>,
     op: &str,
@@ -237,13 +238,16 @@ fn softmax(
         false => (x, at),
     };
     let out = match op {
-        "Softmax" => wide(x, |x| shares(Array::of(x), at).into_inner()),
+        "Softmax" => wide(x, |x| shares(Array::from_dispatch(x), at).into_inner()),
         "LogSoftmax" => wide(x, |x| Dispatch::log_softmax(x, at)),
         _ => {
             let dtype = x.dtype();
             let len = x.shape()[at];
-            let place =
-                Array::of(Dispatch::float_argmax(x.clone().into_inner(), at, IntDType::I64));
+            let place = Array::from_dispatch(Dispatch::float_argmax(
+                x.clone().into_inner(),
+                at,
+                IntDType::I64,
+            ));
             let mut each = vec![1; x.rank()];
             each[at] = len;
             let places = Array::arange(len, &x.device()).reshape(&each);
@@ -254,16 +258,16 @@ fn softmax(
     Ok(vec![out.reshape(&own)])
 }
 
-/// Returns the softmax over a dimension.
+/// Computes the softmax along a dimension.
 ///
-/// Burn's CPU backend adds the numbers of a row one after another, which is wrong by 3e-4 for 18,000 of them; its sums over
-/// a dimension are not. The shares are divided by such a sum once more.
+/// In Burn's CPU backend, the sequential sum of a softmax of 18,000 elements is off by 3e-4, but
+/// sums along a dimension are accurate. So the probabilities are divided by such a sum again.
 pub(super) fn shares(x: Array, at: usize) -> Array {
-    let shares = Array::of(Dispatch::softmax(x.into_inner(), at));
+    let shares = Array::from_dispatch(Dispatch::softmax(x.into_inner(), at));
     if !shares.is_on_host() {
         return shares;
     }
-    let sum = Array::of(Dispatch::float_sum_dim(shares.clone().into_inner(), at));
+    let sum = Array::from_dispatch(Dispatch::float_sum_dim(shares.clone().into_inner(), at));
     shares.over(sum)
 }
 
@@ -280,9 +284,10 @@ fn top_k(
         None => inputs.get(1)?.ints()?[0],
     };
     let len = x.shape()[at];
-    let k = usize::try_from(k).ok().filter(|k| *k <= len);
-    let k = k.ok_or_else(|| format!("k is not from 0 to {len}"))?;
-    // Burn's sort of equal elements has no order, and ONNX wants the lower index first: sort (key, index) on the host.
+    let count = usize::try_from(k).ok().filter(|k| *k <= len);
+    let k = count.ok_or_else(|| format!("expected k from 0 to {len} on axis {at}, got {k}"))?;
+    // ONNX orders equal elements by index, but Burn's sort is not stable: sort (key, index) on the
+    // host.
     let data = x.to_data()?;
     let own = x.shape();
     let (outer, inner): (usize, usize) =
@@ -314,9 +319,9 @@ fn top_k(
     Ok(vec![x.gather(at, places.clone()), places])
 }
 
-/// Computes floats of 16 bits in f32.
+/// Runs a function in f32 if x has 16 bits.
 fn wide(x: Array, run: impl FnOnce(DispatchTensor) -> DispatchTensor) -> Array {
     let dtype = x.dtype();
     let x = if dtype.size() == 2 { x.cast(DType::F32) } else { x };
-    Array::of(run(x.into_inner())).cast(dtype)
+    Array::from_dispatch(run(x.into_inner())).cast(dtype)
 }

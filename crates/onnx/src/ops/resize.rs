@@ -1,16 +1,16 @@
-//! Resizing.
+//! Resize and Upsample.
 //!
 //! ```text
 //! out[.., i, ..] = Σ over j:  W[i, j] · x[.., j, ..]      one dimension after the other
 //! ```
 //!
-//! A row of W has the weights of the neighbours of the place of i in x. Each dimension is a product of matrices.
+//! Row i of W holds the weights of the neighbours of position i in x. Each dimension is a matmul.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, TensorData};
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, scalar_of};
 
@@ -26,7 +26,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
 enum Mode {
     Nearest(Round),
     Linear,
-    /// With the coefficient a of Keys' kernel.
+    /// Keys' cubic kernel with coefficient a.
     Cubic(f64),
 }
 
@@ -38,7 +38,7 @@ enum Round {
     Ceil,
 }
 
-/// Place of a result in x.
+/// Coordinate transformation from output to x.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     HalfPixel,
@@ -49,7 +49,7 @@ enum Place {
     Crop,
 }
 
-/// Rule for dimensions whose sizes have one ratio.
+/// Policy that keeps the aspect ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ratio {
     Stretch,
@@ -77,12 +77,12 @@ fn resize(call: &Call<'_>) -> Result<Run, String> {
                     "round_prefer_ceil" => Round::PreferCeil,
                     "floor" => Round::Floor,
                     "ceil" => Round::Ceil,
-                    other => return Err(format!("rounding by {other} is not supported")),
+                    other => return Err(format!("nearest_mode `{other}` is not supported")),
                 })
             }
             "linear" | "bilinear" | "trilinear" => Mode::Linear,
             "cubic" => Mode::Cubic(call.float("cubic_coeff_a").unwrap_or(-0.75)),
-            other => return Err(format!("resizing by {other} is not supported")),
+            other => return Err(format!("mode `{other}` is not supported")),
         },
         place: match call.text("coordinate_transformation_mode").unwrap_or("half_pixel") {
             _ if call.opset < 11 => Place::Asymmetric,
@@ -92,13 +92,16 @@ fn resize(call: &Call<'_>) -> Result<Run, String> {
             "align_corners" => Place::AlignCorners,
             "asymmetric" => Place::Asymmetric,
             "tf_crop_and_resize" => Place::Crop,
-            other => return Err(format!("places by {other} are not supported")),
+            other => {
+                let name = "coordinate_transformation_mode";
+                return Err(format!("{name} `{other}` is not supported"));
+            }
         },
         ratio: match call.text("keep_aspect_ratio_policy").unwrap_or("stretch") {
             "stretch" => Ratio::Stretch,
             "not_larger" => Ratio::NotLarger,
             "not_smaller" => Ratio::NotSmaller,
-            other => return Err(format!("sizes by {other} are not supported")),
+            other => return Err(format!("keep_aspect_ratio_policy `{other}` is not supported")),
         },
         antialias: call.flag("antialias"),
         exclude: call.flag("exclude_outside"),
@@ -121,7 +124,7 @@ fn upsample(call: &Call<'_>) -> Result<Run, String> {
     let mode = match call.text("mode").unwrap_or("nearest") {
         "nearest" => Mode::Nearest(Round::Floor),
         "linear" | "bilinear" => Mode::Linear,
-        other => return Err(format!("resizing by {other} is not supported")),
+        other => return Err(format!("mode `{other}` is not supported")),
     };
     let fixed =
         call.floats("scales").map(|all| all.iter().map(|own| f64::from(*own)).collect::<Vec<_>>());
@@ -157,7 +160,7 @@ fn resized(
         None => (0..own.len()).collect(),
     };
     let lens: Vec<f64> = axes.iter().map(|at| own[*at] as f64).collect();
-    // Of each axis: the ratio of sizes, and the size of the result.
+    // Per axis: scale, and size of the output.
     let each: Vec<(f64, usize)> = match (scales, sizes) {
         (Some(scales), _) => scales
             .iter()
@@ -171,16 +174,16 @@ fn resized(
                 Ratio::NotLarger => ratios.clone().reduce(f64::min),
                 Ratio::NotSmaller => ratios.clone().reduce(f64::max),
             };
-            let of = |(ratio, (size, len)): (f64, (&f64, &f64))| match common {
+            let scale_and_size = |(ratio, (size, len)): (f64, (&f64, &f64))| match common {
                 None => (ratio, *size as usize),
                 Some(common) => (common, (common * len + 0.5).floor() as usize),
             };
-            ratios.zip(sizes.iter().zip(&lens)).map(of).collect()
+            ratios.zip(sizes.iter().zip(&lens)).map(scale_and_size).collect()
         }
-        (None, None) => return Err("it has neither scales nor sizes".to_owned()),
+        (None, None) => return Err("expected scales or sizes, got neither".to_owned()),
     };
     if each.len() != axes.len() {
-        return Err(format!("{} sizes are given for {} dimensions", each.len(), axes.len()));
+        return Err(format!("expected {} scales or sizes, got {}", axes.len(), each.len()));
     }
     let dtype = x.dtype();
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
@@ -201,15 +204,14 @@ fn resized(
         let weights = weights(options, *scale, own[*at], &places);
         let data = TensorData::new(weights, [*size, own[*at]]).convert_dtype(wide);
         let weights = Array::from_data(data, &out.device());
-        // The dimension becomes the last but one.
+        // Move the dimension to the second to last.
         let rank = own.len();
         let mut order: Vec<usize> = (0..rank).filter(|own| own != at).collect();
         order.push(*at);
         let lines = out.permute(&order);
         let mut shape = lines.shape();
         let count = lines.count() / own[*at].max(1);
-        let made =
-            product(inputs.ctx, lines.reshape(&[count, own[*at]]), weights.permute(&[1, 0]))?;
+        let made = matmul(inputs.ctx, lines.reshape(&[count, own[*at]]), weights.permute(&[1, 0]))?;
         shape[rank - 1] = *size;
         let mut back: Vec<usize> = (0..rank - 1).collect();
         back.insert(*at, rank - 1);
@@ -227,12 +229,12 @@ fn resized(
     Ok(vec![out.cast(dtype)])
 }
 
-/// Rounds to the nearest integer, which a cast would not.
+/// Rounds to the nearest integer; a cast truncates.
 fn rounded(x: Array) -> Array {
     x.float(Dispatch::float_round)
 }
 
-/// Returns the place in x of each result.
+/// Returns the position in x of each output element.
 fn places(
     place: Place,
     scale: f64,
@@ -243,10 +245,10 @@ fn places(
     let (len, wanted) = (len as f64, scale * len as f64);
     let half = |at: f64| (at + 0.5) / scale - 0.5;
     let [from, to] = match (place, part) {
-        (Place::Crop, None) => return Err("it has no region of interest".to_owned()),
+        (Place::Crop, None) => return Err("input roi is missing".to_owned()),
         (_, part) => part.unwrap_or([0.0, 1.0]),
     };
-    let of = |at: usize| {
+    let position = |at: usize| {
         let at = at as f64;
         match place {
             Place::HalfPixel => half(at),
@@ -260,13 +262,13 @@ fn places(
             Place::Crop => at * (to - from) * (len - 1.0) / (wanted - 1.0) + from * (len - 1.0),
         }
     };
-    Ok((0..size).map(of).collect())
+    Ok((0..size).map(position).collect())
 }
 
 /// Returns the rows of W.
 fn weights(options: &Options, scale: f64, len: usize, places: &[f64]) -> Vec<f64> {
     let mut all = vec![0.0; places.len() * len];
-    // Without antialiasing a kernel has its own width; with it, that of the image when it shrinks.
+    // With antialiasing, the kernel widens by the downscaling factor.
     let shrink = if options.antialias { scale.min(1.0) } else { 1.0 };
     for (place, row) in places.iter().zip(all.chunks_mut(len)) {
         let below = place.floor();

@@ -1,4 +1,4 @@
-//! Operators of sequence models: rotary embeddings, linear attention, causal convolutions, and writes into caches.
+//! Operators of sequence models: RoPE, linear attention, causal convolutions, and cache updates.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::FloatTensorOps;
@@ -6,7 +6,7 @@ use burn::tensor::{DType, TensorData};
 use ops::Activation;
 
 use super::fused::{Convolution, Operands};
-use super::linear::product;
+use super::linear::matmul;
 use super::windows::{Padding, Windows};
 use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, scalar_of};
@@ -19,7 +19,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "TensorScatter" => {
             let (at, circular) =
                 (call.int("axis").unwrap_or(-2), call.text("mode") == Some("circular"));
-            Ok(Box::new(move |inputs| written(inputs, at, circular)))
+            Ok(Box::new(move |inputs| write_cache(inputs, at, circular)))
         }
         "ReverseSequence" => {
             let (batch, time) =
@@ -43,7 +43,7 @@ fn rotary(call: &Call<'_>) -> Run {
             [batch, positions, width] if heads > 0 => {
                 x.reshape(&[batch, positions, heads, width / heads])
             }
-            _ => return Err("x has no heads".to_owned()),
+            _ => return Err(format!("expected x of rank 4, or 3 with num_heads, got {own:?}")),
         };
         let [batch, positions, _, size] = x.shape()[..] else { unreachable!("rank 4") };
         let dims = if dims == 0 { size } else { dims };
@@ -59,26 +59,26 @@ fn rotary(call: &Call<'_>) -> Run {
             };
             Ok::<_, String>(table.reshape(&[batch, positions, 1, half]))
         };
-        let out = turned(x, &Turn { cos: table(1)?, sin: table(2)?, pairs }, dims);
+        let out = rotate(x, &Angles { cos: table(1)?, sin: table(2)?, pairs }, dims);
         Ok(vec![if own.len() == 4 { out.permute(&[0, 2, 1, 3]) } else { out.reshape(&own) }])
     })
 }
 
-/// Angles of a rotary embedding.
-pub(super) struct Turn {
+/// Angles of RoPE.
+pub(super) struct Angles {
     /// `[batch, positions, 1, dims / 2]`
     pub(super) cos: Array,
     pub(super) sin: Array,
-    /// Neighbours make a pair, and not the halves.
+    /// True to pair neighbours (interleaved), false to pair halves.
     pub(super) pairs: bool,
 }
 
-/// Turns the first `dims` numbers of each head of `[batch, positions, heads, size]`.
-pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
+/// Applies RoPE to the first `dims` elements of each head of `[batch, positions, heads, size]`.
+pub(super) fn rotate(x: Array, angles: &Angles, dims: usize) -> Array {
     let [batch, positions, heads, size] = x.shape()[..] else { unreachable!("rank 4") };
     let half = dims / 2;
     let first = x.clone().narrow(3, 0, dims);
-    let part = |at: usize| match turn.pairs {
+    let part = |at: usize| match angles.pairs {
         true => first
             .clone()
             .reshape(&[batch, positions, heads, half, 2])
@@ -87,10 +87,10 @@ pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
         false => first.clone().narrow(3, at * half, (at + 1) * half),
     };
     let (one, other) = (part(0), part(1));
-    let (cos, sin) = (turn.cos.clone(), turn.sin.clone());
+    let (cos, sin) = (angles.cos.clone(), angles.sin.clone());
     let real = cos.clone().times(one.clone()).minus(sin.clone().times(other.clone()));
     let other = sin.times(one).plus(cos.times(other));
-    let turned = match turn.pairs {
+    let rotated = match angles.pairs {
         true => {
             let shape = [batch, positions, heads, half, 1];
             let both = vec![real.reshape(&shape), other.reshape(&shape)];
@@ -99,17 +99,17 @@ pub(super) fn turned(x: Array, turn: &Turn, dims: usize) -> Array {
         false => Array::concat(vec![real, other], 3),
     };
     match dims == size {
-        true => turned,
-        false => Array::concat(vec![turned, x.narrow(3, dims, size)], 3),
+        true => rotated,
+        false => Array::concat(vec![rotated, x.narrow(3, dims, size)], 3),
     }
 }
 
 fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
     let count = |name: &str| call.int(name).filter(|own| *own > 0).map(|own| own as usize);
-    let heads = count("q_num_heads").ok_or("it has no q_num_heads")?;
-    let kv_heads = count("kv_num_heads").ok_or("it has no kv_num_heads")?;
+    let heads = count("q_num_heads").ok_or("attribute `q_num_heads` is missing")?;
+    let kv_heads = count("kv_num_heads").ok_or("attribute `kv_num_heads` is missing")?;
     if heads % kv_heads != 0 {
-        return Err(format!("{kv_heads} heads of keys do not divide {heads}"));
+        return Err(format!("expected kv_num_heads that divides {heads}, got {kv_heads}"));
     }
     let scale = call.float("scale").filter(|own| *own != 0.0);
     let rule = call.text("update_rule").unwrap_or("gated_delta");
@@ -118,13 +118,13 @@ fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
         "gated" => (true, false),
         "delta" => (false, true),
         "gated_delta" => (true, true),
-        other => return Err(format!("updates by {other} are not supported")),
+        other => return Err(format!("update_rule `{other}` is not supported")),
     };
     Ok(Box::new(move |inputs| {
         let q = inputs.get(0)?;
         let dtype = q.dtype();
         let [batch, steps, width] = q.shape()[..] else {
-            return Err("q has no rank of 3".to_owned());
+            return Err(format!("expected q of rank 3, got shape {:?}", q.shape()));
         };
         let size = width / heads;
         // [batch, heads, steps, size] in f32
@@ -166,14 +166,14 @@ fn linear_attention(call: &Call<'_>) -> Result<Run, String> {
                 state = state.times(factor);
             }
             if let Some(beta) = &beta {
-                let known = product(inputs.ctx, at(&k, step), state.clone())?;
+                let known = matmul(inputs.ctx, at(&k, step), state.clone())?;
                 value = value.minus(known).times(at(beta, step));
             }
-            state = state.plus(product(inputs.ctx, key, value)?);
+            state = state.plus(matmul(inputs.ctx, key, value)?);
             let each = state.clone().reshape(&[batch, kv_heads, 1, size, size_v]);
             let each = each.expand(&[batch, kv_heads, heads / kv_heads, size, size_v]);
             let all = each.reshape(&[batch, heads, size, size_v]);
-            lines.push(product(inputs.ctx, at(&q, step), all)?.times_number(scale));
+            lines.push(matmul(inputs.ctx, at(&q, step), all)?.times_number(scale));
         }
         let out =
             Array::concat(lines, 2).permute(&[0, 2, 1, 3]).reshape(&[batch, steps, heads * size_v]);
@@ -185,14 +185,14 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
     let silu = match call.text("activation").unwrap_or("none") {
         "none" => false,
         "silu" | "swish" => true,
-        other => return Err(format!("the activation {other} is not supported")),
+        other => return Err(format!("activation `{other}` is not supported")),
     };
     let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
         let (x, filters) = (inputs.get(0)?, inputs.get(1)?);
         let dtype = x.dtype();
         let [batch, channels, _] = x.shape()[..] else {
-            return Err("x has no rank of 3".to_owned());
+            return Err(format!("expected x of rank 3, got shape {:?}", x.shape()));
         };
         let before = filters.shape()[2] - 1;
         let past = inputs.maybe(3).unwrap_or_else(|| {
@@ -200,7 +200,7 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
         });
         let padded = if before == 0 { x } else { Array::concat(vec![past, x], 2) };
         let own = Convolution {
-            windows: Windows::given(&[1], Padding::Pads(&[0, 0]), &[1], channels),
+            windows: Windows::new(&[1], Padding::Pads(&[0, 0]), &[1], channels),
             activation: silu.then_some(Activation::Silu),
             last: false,
             doubled: false,
@@ -221,8 +221,8 @@ fn causal_conv(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Writes an update into each sequence of a cache, from a place of its own.
-fn written(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, String> {
+/// Writes an update into each sequence of a cache, at its own start position.
+fn write_cache(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, String> {
     let (past, update) = (inputs.get(0)?, inputs.get(1)?);
     let own = past.shape();
     let at = axis(at, own.len())?;
@@ -233,10 +233,12 @@ fn written(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, S
     for (batch, start) in starts.iter().enumerate() {
         let mut line = past.clone().narrow(0, batch, batch + 1);
         for step in 0..more {
-            let place = usize::try_from(*start).map_err(|_| "a place is negative")? + step;
+            let place = usize::try_from(*start)
+                .map_err(|_| "expected write positions of 0 or more")?
+                + step;
             let place = if circular { place % len } else { place };
             if place >= len {
-                return Err(format!("place {place} is beyond a cache of {len}"));
+                return Err(format!("expected a write position below {len}, got {place}"));
             }
             let part = update.clone().narrow(0, batch, batch + 1).narrow(at, step, step + 1);
             let mut parts = Vec::new();
@@ -254,7 +256,7 @@ fn written(inputs: &Inputs<'_>, at: i64, circular: bool) -> Result<Vec<Array>, S
     Ok(vec![Array::concat(all, 0)])
 }
 
-/// Reverses the first elements of each sequence, as many as its length.
+/// Reverses each sequence up to its length.
 fn reversed(inputs: &Inputs<'_>, batch: i64, time: i64) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let own = x.shape();

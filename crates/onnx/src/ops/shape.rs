@@ -1,4 +1,5 @@
-//! Operators that move elements: reshaping, slicing, joining, padding; and tensors made from shapes.
+//! Operators that move elements: reshape, slice, concatenate, pad; and operators that create
+//! tensors from shapes.
 
 use burn::tensor::{Slice, TensorData};
 
@@ -56,13 +57,16 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let mut sorted = order.clone();
                 sorted.sort_unstable();
                 if !sorted.into_iter().eq(0..x.rank()) {
-                    return Err(format!("expected each of {} axes once, got {order:?}", x.rank()));
+                    return Err(format!(
+                        "expected a permutation of {} axes, got {order:?}",
+                        x.rank()
+                    ));
                 }
                 Ok(vec![x.permute(&order)])
             })
         }
         "Concat" => {
-            // Opset 1 to 3 had a default.
+            // Opsets 1 to 3 have a default axis.
             let at = call.int("axis").unwrap_or(1);
             Box::new(move |inputs| {
                 let all = inputs.each()?;
@@ -75,7 +79,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 (call.int("axis").unwrap_or(0), call.ints("split").map(<[i64]>::to_vec));
             let parts = call.outputs();
             if let Some(told) = call.int("num_outputs").filter(|own| *own != parts as i64) {
-                return Some(Err(format!("expected {told} outputs, got {parts}")));
+                return Some(Err(format!("expected {told} outputs (num_outputs), got {parts}")));
             }
             Box::new(move |inputs| split(inputs, at, fixed.as_deref(), parts))
         }
@@ -86,7 +90,8 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         "Expand" => Box::new(|inputs| {
             let (x, want) = (inputs.get(0)?, inputs.lengths(1)?);
             let shapes = [x.shape(), want];
-            let shape = broadcast(&shapes).ok_or_else(|| format!("{shapes:?} do not broadcast"))?;
+            let shape =
+                broadcast(&shapes).ok_or_else(|| format!("shapes {shapes:?} do not broadcast"))?;
             Ok(vec![x.expand(&shape)])
         }),
         "Tile" => Box::new(|inputs| {
@@ -108,7 +113,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 for (at, len) in axes.iter().zip(want) {
                     let at = axis(*at, x.rank())?;
                     let (have, len) = (x.shape()[at] as i64, len as i64);
-                    // What is cut or added is less, or the same, before than after.
+                    // The smaller half is cut or added before.
                     let before = if len < have { -((have - len) / 2) } else { (len - have) / 2 };
                     x = padded(x, at, [before, len - have - before], Edge::Constant, &zero)?;
                 }
@@ -123,7 +128,8 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             Box::new(move |inputs| {
                 let data = inputs.get(0)?.to_data()?;
                 if data.dtype().size() != to.size() {
-                    return Err(format!("{:?} and {to:?} differ in size", data.dtype()));
+                    let have = data.dtype();
+                    return Err(format!("expected dtypes of equal size, got {have:?} and {to:?}"));
                 }
                 let shape = data.shape().clone();
                 Ok(vec![Array::from_data(
@@ -158,7 +164,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let x = inputs.get(0)?;
                 let dtype = dtype.clone().transpose()?.unwrap_or(x.dtype());
                 let [rows, columns] = x.shape()[..] else {
-                    return Err("x has no rank of 2".into());
+                    return Err(format!("expected x of rank 2, got shape {:?}", x.shape()));
                 };
                 let diagonal = |row: usize, column: usize| column as i64 - row as i64 == k;
                 Ok(vec![mask(rows, columns, diagonal, &x).cast(dtype)])
@@ -170,7 +176,9 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 let x = inputs.get(0)?;
                 let k = inputs.maybe(1).map_or(Ok(vec![0]), |k| k.ints())?[0];
                 let own = x.shape();
-                let [.., rows, columns] = own[..] else { return Err("x has no rank of 2".into()) };
+                let [.., rows, columns] = own[..] else {
+                    return Err(format!("expected x of rank 2 or more, got shape {own:?}"));
+                };
                 let keeps = |row: usize, column: usize| match upper {
                     true => column as i64 - row as i64 >= k,
                     false => column as i64 - row as i64 <= k,
@@ -204,7 +212,7 @@ fn constant(call: &Call<'_>) -> Result<Run, String> {
     } else if let Some(values) = call.ints("value_ints") {
         TensorData::new(values.to_vec(), [values.len()])
     } else {
-        return Err("a constant that is text or sparse is not supported".to_owned());
+        return Err("string and sparse constants are not supported".to_owned());
     };
     Ok(Box::new(move |inputs| Ok(vec![Array::from_data(data.clone(), inputs.device)])))
 }
@@ -229,9 +237,12 @@ fn reshape(inputs: &Inputs<'_>, fixed: Option<&[i64]>, zeros: bool) -> Result<Ve
     let mut shape = Vec::new();
     for (at, len) in want.iter().enumerate() {
         shape.push(match *len {
-            0 if !zeros => *own.get(at).ok_or("a 0 copies a dimension that x lacks")?,
+            0 if !zeros => *own
+                .get(at)
+                .ok_or_else(|| format!("0 copies dimension {at}, but x has shape {own:?}"))?,
             -1 => usize::MAX,
-            len => usize::try_from(len).map_err(|_| format!("{len} is no length"))?,
+            len => usize::try_from(len)
+                .map_err(|_| format!("expected dimensions of -1 or more, got {len}"))?,
         });
     }
     let known: usize = shape.iter().filter(|len| **len != usize::MAX).product();
@@ -240,7 +251,7 @@ fn reshape(inputs: &Inputs<'_>, fixed: Option<&[i64]>, zeros: bool) -> Result<Ve
     }
     match shape.iter().product::<usize>() == x.count() {
         true => Ok(vec![x.reshape(&shape)]),
-        false => Err(format!("{own:?} has other elements than {want:?}")),
+        false => Err(format!("cannot reshape {own:?} to {want:?}: the numbers of elements differ")),
     }
 }
 
@@ -257,7 +268,7 @@ fn squeeze(inputs: &Inputs<'_>, fixed: Option<&[i64]>) -> Result<Vec<Array>, Str
         None => (0..own.len()).filter(|at| own[*at] == 1).collect(),
     };
     if gone.iter().any(|at| own[*at] != 1) {
-        return Err(format!("a dimension of {own:?} is not 1"));
+        return Err(format!("expected axes of length 1, got axes {gone:?} of shape {own:?}"));
     }
     let kept: Vec<usize> =
         (0..own.len()).filter(|at| !gone.contains(at)).map(|at| own[at]).collect();
@@ -275,7 +286,7 @@ fn unsqueeze(inputs: &Inputs<'_>, fixed: Option<&[i64]>) -> Result<Vec<Array>, S
     let mut own = x.shape().into_iter();
     let shape: Option<Vec<usize>> =
         (0..rank).map(|at| if new.contains(&at) { Some(1) } else { own.next() }).collect();
-    Ok(vec![x.reshape(&shape.ok_or("an axis is given twice")?)])
+    Ok(vec![x.reshape(&shape.ok_or_else(|| format!("expected distinct axes, got {axes:?}"))?)])
 }
 
 fn split(
@@ -291,7 +302,7 @@ fn split(
         (Some(fixed), _) => fixed.to_vec(),
         (None, Some(sizes)) => sizes.ints()?,
         (None, None) => {
-            // The last part is smaller where they are not even.
+            // The last part is smaller if the split is uneven.
             let each = all.div_ceil(parts.max(1));
             (0..parts)
                 .map(|part| (all.min((part + 1) * each) - all.min(part * each)) as i64)
@@ -299,7 +310,7 @@ fn split(
         }
     };
     if sizes.iter().any(|own| *own < 0) || sizes.iter().sum::<i64>() != all as i64 {
-        return Err(format!("parts of {sizes:?} do not make {all}"));
+        return Err(format!("expected split sizes with the sum {all}, got {sizes:?}"));
     }
     let mut from = 0;
     let part = |size: i64| {
@@ -317,12 +328,13 @@ fn slice(inputs: &Inputs<'_>, fixed: &[Option<Vec<i64>>; 3]) -> Result<Vec<Array
         Some(fixed) => Ok(Some(fixed)),
         None => inputs.maybe(at + 1).map(|own| own.ints()).transpose(),
     };
-    let starts = given(0)?.ok_or("there are no starts")?;
-    let ends = given(1)?.ok_or("there are no ends")?;
+    let starts = given(0)?.ok_or("starts are missing")?;
+    let ends = given(1)?.ok_or("ends are missing")?;
     let axes = given(2)?.unwrap_or_else(|| (0..starts.len() as i64).collect());
     let steps = given(3)?.unwrap_or_else(|| vec![1; starts.len()]);
     if [&ends, &axes, &steps].iter().any(|own| own.len() != starts.len()) {
-        return Err("starts, ends, axes and steps have different lengths".to_owned());
+        let lengths = [&starts, &ends, &axes, &steps].map(Vec::len);
+        return Err(format!("expected starts, ends, axes, steps of one length, got {lengths:?}"));
     }
     let own = x.shape();
     let mut ranges: Vec<Slice> =
@@ -332,10 +344,10 @@ fn slice(inputs: &Inputs<'_>, fixed: &[Option<Vec<i64>>; 3]) -> Result<Vec<Array
         let at = axis(*at, own.len())?;
         let len = own[at] as i64;
         if *step == 0 {
-            return Err("a step is 0".to_owned());
+            return Err("expected steps other than 0".to_owned());
         }
         let from_end = |value: i64| if value < 0 { value.saturating_add(len) } else { value };
-        // The elements from the lowest on; those of a negative step are reversed afterwards.
+        // Slice in ascending order; negative steps are reversed afterwards.
         let (first, count) = if *step > 0 {
             let (start, end) = (from_end(*start).clamp(0, len), from_end(*end).clamp(0, len));
             (start, (end - start).max(0).unsigned_abs().div_ceil(step.unsigned_abs()) as i64)
@@ -356,7 +368,9 @@ fn slice(inputs: &Inputs<'_>, fixed: &[Option<Vec<i64>>; 3]) -> Result<Vec<Array
 }
 
 fn depth_to_space(x: Array, block: usize, columns_first: bool) -> Result<Vec<Array>, String> {
-    let [n, c, h, w] = x.shape()[..] else { return Err("x has no rank of 4".to_owned()) };
+    let [n, c, h, w] = x.shape()[..] else {
+        return Err(format!("expected x of rank 4, got shape {:?}", x.shape()));
+    };
     let depth = c / (block * block);
     let (parts, order) = match columns_first {
         true => ([n, depth, block, block, h, w], [0, 1, 4, 2, 5, 3]),
@@ -366,7 +380,9 @@ fn depth_to_space(x: Array, block: usize, columns_first: bool) -> Result<Vec<Arr
 }
 
 fn space_to_depth(x: Array, block: usize) -> Result<Vec<Array>, String> {
-    let [n, c, h, w] = x.shape()[..] else { return Err("x has no rank of 4".to_owned()) };
+    let [n, c, h, w] = x.shape()[..] else {
+        return Err(format!("expected x of rank 4, got shape {:?}", x.shape()));
+    };
     let parts = [n, c, h / block, block, w / block, block];
     let out = [n, c * block * block, h / block, w / block];
     Ok(vec![x.reshape(&parts).permute(&[0, 3, 5, 1, 2, 4]).reshape(&out)])
@@ -379,7 +395,7 @@ fn range(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     if all[0].kind() == Kind::Int {
         let [start, limit, step] = [all[0].ints()?[0], all[1].ints()?[0], all[2].ints()?[0]];
         if step == 0 {
-            return Err("the step is 0".to_owned());
+            return Err("expected a delta other than 0".to_owned());
         }
         let far = if step > 0 { limit - start } else { start - limit };
         let count = far.max(0).unsigned_abs().div_ceil(step.unsigned_abs()) as usize;
@@ -393,7 +409,7 @@ fn range(inputs: &Inputs<'_>) -> Result<Vec<Array>, String> {
     Ok(vec![Array::from_data(data, &device)])
 }
 
-/// Source of the elements beyond the edges.
+/// Mode of padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Edge {
     Constant,
@@ -408,9 +424,9 @@ fn pad(call: &Call<'_>) -> Result<Run, String> {
         "edge" => Edge::Repeat,
         "reflect" => Edge::Reflect,
         "wrap" => Edge::Wrap,
-        other => return Err(format!("padding by {other} is not supported")),
+        other => return Err(format!("mode `{other}` is not supported")),
     };
-    // Opset 1 named them paddings.
+    // Opset 1 names the attribute `paddings`.
     let fixed = call.ints("pads").or_else(|| call.ints("paddings")).map(<[i64]>::to_vec);
     let value = call.float("value").unwrap_or(0.0);
     Ok(Box::new(move |inputs| {
@@ -424,7 +440,7 @@ fn pad(call: &Call<'_>) -> Result<Run, String> {
             None => (0..x.rank() as i64).collect(),
         };
         if pads.len() != 2 * axes.len() {
-            return Err(format!("{} pads are not two for each of {} axes", pads.len(), axes.len()));
+            return Err(format!("expected {} pads, got {}", 2 * axes.len(), pads.len()));
         }
         let fill = match inputs.maybe(2) {
             Some(fill) => fill.reshape(&[]),
@@ -438,7 +454,7 @@ fn pad(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Adds elements before and after a dimension; negative numbers take them away.
+/// Pads a dimension before and after; negative pads remove elements.
 fn padded(
     mut x: Array,
     axis: usize,
@@ -449,7 +465,7 @@ fn padded(
     let len = x.shape()[axis] as i64;
     let (cut, end) = ((-before).max(0), len - (-after).max(0));
     if cut > end {
-        return Err("more is taken away than there is".to_owned());
+        return Err(format!("expected pads that remove at most {len} elements of axis {axis}"));
     }
     if (cut, end) != (0, len) {
         x = x.narrow(axis, cut as usize, end as usize);
@@ -469,7 +485,7 @@ fn padded(
         return Ok(Array::concat(parts, axis));
     }
     if len == 0 {
-        return Err("there is nothing at the edge".to_owned());
+        return Err(format!("expected elements along axis {axis}, got an empty axis"));
     }
     let place = |at: i64| match edge {
         Edge::Repeat => at.clamp(0, len - 1),

@@ -1,9 +1,9 @@
-//! Operators of signals: Fourier transforms, their windows, and mel bands.
+//! Signal operators: Fourier transforms, window functions and mel filter banks.
 
 use burn::tensor::{DType, TensorData};
 use ops::Ctx;
 
-use super::linear::product;
+use super::linear::matmul;
 use super::{Call, Read, Run, axis};
 use crate::array::{Array, scalar_of};
 use crate::devices::host;
@@ -11,7 +11,7 @@ use crate::limits::fits;
 use crate::tensor;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
-    // Coefficients of cosines of 0, 1 and 2 times the angle.
+    // Coefficients of the cosines of 0, 1 and 2 times the angle.
     let coefficients = match call.op() {
         "HannWindow" => [0.5, -0.5, 0.0],
         "HammingWindow" => [25.0 / 46.0, -21.0 / 46.0, 0.0],
@@ -64,20 +64,24 @@ fn frames(call: &Call<'_>) -> Run {
     Box::new(move |inputs| {
         let (signal, window) = (inputs.get(0)?, inputs.maybe(2));
         let one = |at: usize| {
-            inputs.lengths(at)?.first().copied().ok_or("a length is missing".to_owned())
+            inputs.lengths(at)?.first().copied().ok_or_else(|| format!("input {at} is empty"))
         };
         let step = one(1)?;
         let size = match (inputs.maybe(3), &window) {
             (Some(_), _) => one(3)?,
             (None, Some(window)) => window.count(),
-            (None, None) => return Err("it has neither a window nor a frame_length".to_owned()),
+            (None, None) => {
+                return Err("expected a window or a frame_length, got neither".to_owned());
+            }
         };
         let own = signal.shape();
         let [batch, length, parts] = own[..]
             .try_into()
-            .map_err(|_| format!("a signal has three dimensions, not {own:?}"))?;
+            .map_err(|_| format!("expected a signal of rank 3, got shape {own:?}"))?;
         if step == 0 || size == 0 || size > length {
-            return Err(format!("frames of {size} numbers, {step} apart, of {length}"));
+            return Err(format!(
+                "expected a frame_step of 1 or more and a frame_length from 1 to {length}, got {step} and {size}"
+            ));
         }
         let count = (length - size) / step + 1;
         let places: Vec<i64> = (0..count)
@@ -92,12 +96,13 @@ fn frames(call: &Call<'_>) -> Run {
     })
 }
 
-/// Returns the weights `[frequencies, bands]` of triangles whose corners are even on the mel scale, as ONNX has them.
+/// Computes the weights `[frequencies, bands]` of triangular filters with even spacing on the mel
+/// scale, as in ONNX.
 fn mel(call: &Call<'_>) -> Result<Run, String> {
     let to = tensor::dtype(call.int("output_datatype").unwrap_or(1) as i32)?;
     Ok(Box::new(move |inputs| {
         let number = |at: usize| {
-            inputs.get(at)?.floats()?.first().copied().ok_or("a number is missing".to_owned())
+            inputs.get(at)?.floats()?.first().copied().ok_or_else(|| format!("input {at} is empty"))
         };
         let (bands, size, rate) = (number(0)? as usize, number(1)? as usize, number(2)?);
         let frequencies = size / 2 + 1;
@@ -111,7 +116,7 @@ fn mel(call: &Call<'_>) -> Result<Run, String> {
         };
         let corners: Vec<f64> = (0..bands + 2).map(corner).collect();
         if !corners.iter().all(|own| (0.0..=frequencies as f64).contains(own)) {
-            return Err(format!("its bands end beyond the {frequencies} frequencies"));
+            return Err(format!("expected band edges within {frequencies} frequencies"));
         }
         let weight = |frequency: usize, band: usize| {
             let at = frequency as f64;
@@ -130,7 +135,8 @@ fn mel(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// X[k] = Σ x[t] · e^(∓2πi·k·t/n), the inverse over n. A onesided transform has, or takes, the first n/2 + 1 of X alone.
+/// Computes X[k] = Σ x[t] · e^(∓2πi·k·t/n); the inverse is divided by n. A one-sided transform has
+/// only the first n/2 + 1 elements of X.
 fn dft(
     ctx: &Ctx,
     x: Array,
@@ -142,17 +148,19 @@ fn dft(
     let (own, dtype) = (x.shape(), x.dtype());
     let rank = own.len();
     if rank < 2 || at == rank - 1 || own[rank - 1] == 0 || own[rank - 1] > 2 {
-        return Err("the last dimension of x has no real and imaginary part".to_owned());
+        return Err(format!(
+            "expected axis {at} before a last dimension of 1 or 2, got shape {own:?}"
+        ));
     }
     let to_real = inverse && onesided;
     let usual = if to_real { 2 * (own[at].max(1) - 1) } else { own[at] };
     let n = given.unwrap_or(usual);
     if n == 0 {
-        return Err("the transform has no elements".to_owned());
+        return Err("expected a dft_length of 1 or more".to_owned());
     }
     let taken = own[at].min(if to_real { n / 2 + 1 } else { n });
     let made = if onesided && !inverse { n / 2 + 1 } else { n };
-    // The dimension becomes the last one.
+    // Move the dimension to the end.
     let mut order: Vec<usize> = (0..rank - 1).filter(|own| *own != at).collect();
     order.push(at);
     let lines: usize = order[..rank - 2].iter().map(|at| own[*at]).product();
@@ -169,14 +177,14 @@ fn dft(
     let weight = |t: usize| match (inverse, to_real) {
         (false, _) => 1.0,
         (true, false) => 1.0 / n as f64,
-        // Frequencies that are not there are the conjugates of others.
+        // Omitted frequencies are conjugates of the others.
         (true, true) if t == 0 || 2 * t == n => 1.0 / n as f64,
         (true, true) => 2.0 / n as f64,
     };
-    let matrix = |of: fn(f64) -> f64, sign: f64| {
+    let matrix = |wave: fn(f64) -> f64, sign: f64| {
         let value = |t: usize, k: usize| {
             let angle = std::f64::consts::TAU * (t * k % n) as f64 / n as f64;
-            sign * weight(t) * of(angle)
+            sign * weight(t) * wave(angle)
         };
         let all: Vec<f64> = (0..taken)
             .flat_map(|t| (0..made).map(move |k| (t, k)))
@@ -187,11 +195,8 @@ fn dft(
         Array::from_data(data, &x.device()).cast(dtype)
     };
     let (cos, sin) = (matrix(f64::cos, 1.0), matrix(f64::sin, sign));
-    let out_real = product(ctx, real.clone(), cos.clone())?.minus(product(
-        ctx,
-        imaginary.clone(),
-        sin.clone(),
-    )?);
+    let out_real =
+        matmul(ctx, real.clone(), cos.clone())?.minus(matmul(ctx, imaginary.clone(), sin.clone())?);
     let mut shape: Vec<usize> = order.iter().map(|at| own[*at]).collect();
     shape[rank - 2] = made;
     let mut back: Vec<usize> = (0..rank - 2).collect();
@@ -204,6 +209,6 @@ fn dft(
     if to_real {
         return Ok(vec![finished(out_real)]);
     }
-    let out_imaginary = product(ctx, real, sin)?.plus(product(ctx, imaginary, cos)?);
+    let out_imaginary = matmul(ctx, real, sin)?.plus(matmul(ctx, imaginary, cos)?);
     Ok(vec![Array::concat(vec![finished(out_real), finished(out_imaginary)], rank - 1)])
 }

@@ -1,4 +1,4 @@
-//! Operators of pictures: samples at places of a grid, and boxes that do not overlap.
+//! Image operators: grid sampling and non-maximum suppression.
 
 use burn::tensor::{DType, TensorData};
 
@@ -12,13 +12,13 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 "linear" | "bilinear" => Mode::Linear,
                 "nearest" => Mode::Nearest,
                 "cubic" | "bicubic" => Mode::Cubic,
-                other => return Some(Err(format!("samples by {other} are not supported"))),
+                other => return Some(Err(format!("mode `{other}` is not supported"))),
             };
             let edge = match call.text("padding_mode").unwrap_or("zeros") {
                 "zeros" => Edge::Zeros,
                 "border" => Edge::Border,
                 "reflection" => Edge::Reflection,
-                other => return Some(Err(format!("padding by {other} is not supported"))),
+                other => return Some(Err(format!("padding_mode `{other}` is not supported"))),
             };
             let corners = call.flag("align_corners");
             Ok(Box::new(move |inputs| grid_sample(inputs, mode, edge, corners)))
@@ -38,7 +38,7 @@ enum Mode {
     Cubic,
 }
 
-/// Source of the pixels beyond the edges.
+/// Mode of padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Edge {
     Zeros,
@@ -46,7 +46,7 @@ enum Edge {
     Reflection,
 }
 
-/// Returns the neighbours of a place along a dimension, with their weights.
+/// Returns the neighbours of a coordinate along a dimension, with their weights.
 fn neighbours(place: f64, mode: Mode) -> Vec<(f64, f64)> {
     let below = place.floor();
     let far = place - below;
@@ -64,13 +64,13 @@ fn neighbours(place: f64, mode: Mode) -> Vec<(f64, f64)> {
     }
 }
 
-/// First and last place of a dimension.
+/// Returns the first and last coordinate of a dimension.
 fn bounds(len: usize, corners: bool) -> (f64, f64) {
     let last = len as f64 - 1.0;
     if corners { (0.0, last) } else { (-0.5, last + 0.5) }
 }
 
-/// Returns a place within the bounds, reflected by them as often as it takes.
+/// Reflects a coordinate at the bounds until it is inside.
 fn reflected(place: f64, (least, most): (f64, f64)) -> f64 {
     let span = most - least;
     if span <= 0.0 {
@@ -80,7 +80,7 @@ fn reflected(place: f64, (least, most): (f64, f64)) -> f64 {
     least + if far <= span { far } else { 2.0 * span - far }
 }
 
-/// Returns the pixel of a place; none for a pixel of 0.
+/// Returns the pixel index of a coordinate; None if the pixel is zero padding.
 fn within(place: f64, len: usize, edge: Edge, corners: bool) -> Option<usize> {
     let last = len as f64 - 1.0;
     if (0.0..=last).contains(&place) {
@@ -93,7 +93,8 @@ fn within(place: f64, len: usize, edge: Edge, corners: bool) -> Option<usize> {
     }
 }
 
-/// Adds neighbours by their weights, of any number of dimensions; the last of a grid names the last dimension first.
+/// Samples x at the coordinates of a grid, for any number of dimensions. The first coordinate
+/// belongs to the last dimension.
 fn grid_sample(
     inputs: &Inputs<'_>,
     mode: Mode,
@@ -101,11 +102,11 @@ fn grid_sample(
     corners: bool,
 ) -> Result<Vec<Array>, String> {
     let (x, grid) = (inputs.get(0)?, inputs.get(1)?);
-    let (own, of) = (x.shape(), grid.shape());
+    let (own, grid_shape) = (x.shape(), grid.shape());
     let (batch, channels, image) = (own[0], own[1], &own[2..]);
     let rank = image.len();
-    if of.last() != Some(&rank) {
-        return Err(format!("a grid of {of:?} has no places in {own:?}"));
+    if grid_shape.last() != Some(&rank) {
+        return Err(format!("expected a grid [.., {rank}] for x of {own:?}, got {grid_shape:?}"));
     }
     let taps = match mode {
         Mode::Nearest => 1usize,
@@ -114,7 +115,7 @@ fn grid_sample(
     }
     .pow(rank as u32);
     let pixels: usize = image.iter().product();
-    let points: usize = of[1..of.len() - 1].iter().product();
+    let points: usize = grid_shape[1..grid_shape.len() - 1].iter().product();
     let (mut places, mut weights) =
         (vec![0i64; batch * points * taps], vec![0f32; batch * points * taps]);
     for (point, of_point) in grid.floats()?.chunks(rank).enumerate() {
@@ -130,7 +131,8 @@ fn grid_sample(
             if mode == Mode::Nearest {
                 place = place.round_ties_even();
             }
-            // A place beyond the edges moves before its neighbours are taken, but for cubics, whose neighbours move one by one.
+            // Coordinates outside move to the edge before interpolation, except in cubic mode,
+            // where each neighbour moves.
             let (least, most) = bounds(*len, corners);
             if mode != Mode::Cubic && !(least..=most).contains(&place) {
                 place = match edge {
@@ -171,15 +173,17 @@ fn grid_sample(
     let each = lines.reshape(&[batch, points, taps, channels]).times(weights);
     let sum =
         super::reduce::sum(each, &[2]).reshape(&[batch, points, channels]).permute(&[0, 2, 1]);
-    let shape = [&own[..2], &of[1..of.len() - 1]].concat();
+    let shape = [&own[..2], &grid_shape[1..grid_shape.len() - 1]].concat();
     Ok(vec![sum.reshape(&shape).cast(dtype)])
 }
 
-/// Returns (batch, class, box) of boxes in order of their scores, without those that overlap a better one too far.
+/// Returns (batch, class, box) of the selected boxes in order of their scores: non-maximum
+/// suppression.
 fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> {
     let (boxes, scores) = (inputs.get(0)?, inputs.get(1)?);
     let [batches, count, 4] = boxes.shape()[..] else {
-        return Err("boxes have no 4 numbers".to_owned());
+        let have = boxes.shape();
+        return Err(format!("expected boxes of shape [batches, boxes, 4], got {have:?}"));
     };
     let classes = scores.shape()[1];
     let number = |at: usize| {
@@ -192,7 +196,7 @@ fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> 
     let most = number(2)?.unwrap_or(0.0).max(0.0) as usize;
     let (overlap, least) = (number(3)?.unwrap_or(0.0), number(4)?);
     let (boxes, scores) = (boxes.floats()?, scores.floats()?);
-    // Corners, from least to greatest.
+    // Corners in ascending order.
     let corners: Vec<[f64; 4]> = boxes
         .chunks(4)
         .map(|own| match centred {
@@ -223,9 +227,9 @@ fn suppressed(inputs: &Inputs<'_>, centred: bool) -> Result<Vec<Array>, String> 
             order.sort_by(|one, other| score(*other).total_cmp(&score(*one)));
             let mut own: Vec<usize> = Vec::new();
             for at in order {
-                let of = |at: usize| &corners[batch * count + at];
+                let corner = |at: usize| &corners[batch * count + at];
                 if own.len() < most
-                    && own.iter().all(|better| shared(of(*better), of(at)) <= overlap)
+                    && own.iter().all(|better| shared(corner(*better), corner(at)) <= overlap)
                 {
                     own.push(at);
                 }

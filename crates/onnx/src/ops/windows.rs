@@ -1,4 +1,4 @@
-//! Operators over windows of an image of any number of dimensions: convolutions and pools.
+//! Convolutions and pools over images of any rank.
 
 use burn::backend::Dispatch;
 use burn::backend::ops::{
@@ -12,9 +12,8 @@ use crate::array::{Array, Kind, scalar_of};
 
 pub(super) fn read(call: &Call<'_>) -> Read {
     Some(match call.op() {
-        "Conv" => {
-            Windows::of(call).map(|own| -> Run { Box::new(move |inputs| conv(inputs, &own)) })
-        }
+        "Conv" => Windows::from_call(call)
+            .map(|own| -> Run { Box::new(move |inputs| conv(inputs, &own)) }),
         "ConvTranspose" => transposed(call),
         "DeformConv" => deformed(call),
         "MaxPool" => pool(call, Pool::Max),
@@ -29,14 +28,14 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     })
 }
 
-/// Layout of windows on an image.
+/// Windows of a convolution or pool.
 #[derive(Debug, Clone)]
 pub(crate) struct Windows {
-    /// Lengths of a window; none if the filters tell.
+    /// Shape of a window; None if the filters define it.
     kernel: Option<Vec<usize>>,
     strides: Option<Vec<usize>>,
     dilations: Option<Vec<usize>>,
-    /// Padding before each dimension, then after each.
+    /// Pads before each dimension, then after each.
     pads: Option<Vec<usize>>,
     auto: Auto,
     pub(crate) groups: usize,
@@ -50,18 +49,18 @@ enum Auto {
     Valid,
 }
 
-/// Zeros around an image.
+/// Padding of an image with zeros.
 #[derive(Debug, Clone, Copy)]
 pub enum Padding<'a> {
-    /// Numbers before each dimension, then those after each.
+    /// Pads before each dimension, then after each.
     Pads(&'a [usize]),
-    /// As many as keep the size at a stride of 1; an odd one comes after.
+    /// Pads that keep the size at stride 1; an odd pad goes to the end.
     SameUpper,
-    /// As [`Padding::SameUpper`]; an odd one comes before.
+    /// [`Padding::SameUpper`], but an odd pad goes to the start.
     SameLower,
 }
 
-/// Sizes in each dimension.
+/// Sizes per dimension.
 pub(super) struct Sizes {
     kernel: Vec<usize>,
     pub(super) strides: Vec<usize>,
@@ -71,8 +70,8 @@ pub(super) struct Sizes {
 }
 
 impl Windows {
-    /// Windows of lengths that the filters tell.
-    pub(crate) fn given(
+    /// Returns windows whose shape the filters define.
+    pub(crate) fn new(
         strides: &[usize],
         padding: Padding<'_>,
         dilations: &[usize],
@@ -87,13 +86,15 @@ impl Windows {
         Self { kernel: None, strides, dilations, pads, auto, groups }
     }
 
-    pub(super) fn of(call: &Call<'_>) -> Result<Self, String> {
+    pub(super) fn from_call(call: &Call<'_>) -> Result<Self, String> {
         let list = |name: &str, least: i64| match call.ints(name) {
             None => Ok(None),
             Some(all) => {
                 let each = |own: &i64| usize::try_from(*own).ok().filter(|_| *own >= least);
-                let all = all.iter().map(each).collect::<Option<Vec<_>>>();
-                all.map(Some).ok_or_else(|| format!("{name} has a number below {least}"))
+                let lengths = all.iter().map(each).collect::<Option<Vec<_>>>();
+                lengths
+                    .map(Some)
+                    .ok_or_else(|| format!("expected {name} of {least} or more, got {all:?}"))
             }
         };
         Ok(Self {
@@ -106,10 +107,10 @@ impl Windows {
                 "SAME_UPPER" => Auto::Upper,
                 "SAME_LOWER" => Auto::Lower,
                 "VALID" => Auto::Valid,
-                other => return Err(format!("padding by {other} is not supported")),
+                other => return Err(format!("auto_pad `{other}` is not supported")),
             },
             groups: usize::try_from(call.int("group").unwrap_or(1))
-                .map_err(|_| "group is negative")?,
+                .map_err(|_| "expected a group of 1 or more")?,
         })
     }
 
@@ -119,7 +120,11 @@ impl Windows {
         let (strides, dilations) = (list(&self.strides), list(&self.dilations));
         let pads = self.pads.clone().unwrap_or_else(|| vec![0; 2 * rank]);
         if [kernel.len(), strides.len(), dilations.len()] != [rank; 3] || pads.len() != 2 * rank {
-            return Err(format!("windows do not have the {rank} dimensions of the image"));
+            let lengths = [kernel.len(), strides.len(), dilations.len(), pads.len()];
+            let want = [rank, rank, rank, 2 * rank];
+            return Err(format!(
+                "expected {want:?} numbers in kernel, strides, dilations and pads, got {lengths:?}"
+            ));
         }
         let (mut before, mut after) = (pads[..rank].to_vec(), pads[rank..].to_vec());
         for at in 0..rank {
@@ -137,13 +142,13 @@ impl Windows {
     }
 }
 
-/// A convolution of an image, filters and a bias.
+/// Function that convolves an image with filters and a bias.
 pub(super) type Convolve =
     Box<dyn Fn(Array, Array, Option<Array>) -> Result<Array, String> + Send + Sync>;
 
-/// Returns the convolution of a call, for operators with other inputs.
+/// Returns the convolution of a node, for operators with other inputs.
 pub(super) fn plain(call: &Call<'_>) -> Result<Convolve, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     Ok(Box::new(move |x, filters, bias| convolved(x, filters, bias, &windows)))
 }
 
@@ -157,14 +162,14 @@ pub(super) fn convolved(
     bias: Option<Array>,
     windows: &Windows,
 ) -> Result<Array, String> {
-    let (own, of) = (x.shape(), filters.shape());
-    let (Some(image), Some(kernel)) = (own.get(2..), of.get(2..)) else {
-        return Err("an image has a rank of 3 or more".to_owned());
+    let (own, filter) = (x.shape(), filters.shape());
+    let (Some(image), Some(kernel)) = (own.get(2..), filter.get(2..)) else {
+        return Err(format!("expected x and w of rank 3 or more, got {own:?} and {filter:?}"));
     };
     let sizes = windows.sizes(image, kernel)?;
     let dtype = x.dtype();
     if dtype.is_float() && dtype.size() == 2 {
-        // Sums are f32.
+        // Accumulate in f32.
         let [x, filters] = [x, filters].map(|own| own.cast(DType::F32));
         let bias = bias.map(|own| own.cast(DType::F32));
         return Ok(convolved(x, filters, bias, windows)?.cast(dtype));
@@ -180,27 +185,27 @@ pub(super) fn convolved(
             groups,
         }
     }
-    Ok(Array::of(match sizes.kernel.len() {
+    Ok(Array::from_dispatch(match sizes.kernel.len() {
         1 => Dispatch::conv1d(x, filters, bias, options(&sizes, groups)),
         2 => Dispatch::conv2d(x, filters, bias, options(&sizes, groups)),
         3 => Dispatch::conv3d(x, filters, bias, options(&sizes, groups)),
-        other => return Err(format!("convolutions of {other} dimensions are not supported")),
+        other => return Err(format!("expected 1 to 3 spatial dimensions, got {other}")),
     }))
 }
 
-/// A convolution whose taps are moved, by Burn.
+/// Reads a deformable convolution, which Burn computes.
 fn deformed(call: &Call<'_>) -> Result<Run, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     let parts = usize::try_from(call.int("offset_group").unwrap_or(1));
-    let parts = parts.map_err(|_| "offset_group is negative")?;
+    let parts = parts.map_err(|_| "expected an offset_group of 1 or more")?;
     Ok(Box::new(move |inputs| {
         let (x, filters, offset) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
-        let (own, of, dtype) = (x.shape(), filters.shape(), x.dtype());
-        if own.len() != 4 || of.len() != 4 {
-            return Err("deformable convolutions are of images with two dimensions".to_owned());
+        let (own, filter, dtype) = (x.shape(), filters.shape(), x.dtype());
+        if own.len() != 4 || filter.len() != 4 {
+            return Err(format!("expected x and w of rank 4, got {own:?} and {filter:?}"));
         }
-        let sizes = windows.sizes(&own[2..], &of[2..])?;
-        // Burn pads both sides alike: zeros after the image are part of it.
+        let sizes = windows.sizes(&own[2..], &filter[2..])?;
+        // Burn pads both sides equally: further zeros at the end become part of the image.
         let mut x = x;
         for at in 0..2 {
             x = extended(x, at + 2, [sizes.before[at], sizes.after[at]], 0.0);
@@ -218,21 +223,21 @@ fn deformed(call: &Call<'_>) -> Result<Run, String> {
         let [bias, mask] = [3, 4].map(|at| inputs.maybe(at).map(wide));
         let out =
             Dispatch::deform_conv2d(wide(x), wide(offset), wide(filters), mask, bias, options);
-        Ok(vec![Array::of(out).cast(dtype)])
+        Ok(vec![Array::from_dispatch(out).cast(dtype)])
     }))
 }
 
 fn transposed(call: &Call<'_>) -> Result<Run, String> {
-    let windows = Windows::of(call)?;
+    let windows = Windows::from_call(call)?;
     let list = |name: &str| {
         call.ints(name).map(|all| all.iter().map(|own| *own as usize).collect::<Vec<_>>())
     };
     let (more, want) = (list("output_padding"), list("output_shape"));
     Ok(Box::new(move |inputs| {
         let (x, filters, bias) = (inputs.get(0)?, inputs.get(1)?, inputs.maybe(2));
-        let (own, of) = (x.shape(), filters.shape());
-        let (Some(image), Some(kernel)) = (own.get(2..), of.get(2..)) else {
-            return Err("an image has a rank of 3 or more".to_owned());
+        let (own, filter) = (x.shape(), filters.shape());
+        let (Some(image), Some(kernel)) = (own.get(2..), filter.get(2..)) else {
+            return Err(format!("expected x and w of rank 3 or more, got {own:?} and {filter:?}"));
         };
         let given = Windows { auto: Auto::Given, ..windows.clone() };
         let mut sizes = given.sizes(image, kernel)?;
@@ -247,7 +252,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
                 (None, _) => None,
             };
             if let Some(wanted) = wanted {
-                // A larger output grows at its end, by zeros.
+                // A larger output is padded with zeros at its end.
                 *more += wanted.saturating_sub(full);
                 let all = (full + wanted.saturating_sub(full)) - wanted;
                 (sizes.before[at], sizes.after[at]) = match windows.auto {
@@ -257,24 +262,24 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
             }
         }
         fn options<const N: usize>(sizes: &Sizes, groups: usize) -> ConvTransposeOptions<N> {
-            let of = |list: &[usize]| std::array::from_fn(|at| list[at]);
+            let array = |list: &[usize]| std::array::from_fn(|at| list[at]);
             ConvTransposeOptions {
-                stride: of(&sizes.strides),
+                stride: array(&sizes.strides),
                 padding: [0; N],
                 padding_out: [0; N],
-                dilation: of(&sizes.dilations),
+                dilation: array(&sizes.dilations),
                 groups,
             }
         }
         let groups = windows.groups;
         let (x, filters) = (x.into_inner(), filters.into_inner());
-        let mut out = Array::of(match rank {
+        let mut out = Array::from_dispatch(match rank {
             1 => Dispatch::conv_transpose1d(x, filters, None, options(&sizes, groups)),
             2 => Dispatch::conv_transpose2d(x, filters, None, options(&sizes, groups)),
             3 => Dispatch::conv_transpose3d(x, filters, None, options(&sizes, groups)),
-            other => return Err(format!("convolutions of {other} dimensions are not supported")),
+            other => return Err(format!("expected 1 to 3 spatial dimensions, got {other}")),
         });
-        // Without padding the result is whole; its edges are cut, or grow by zeros.
+        // The result without padding is cropped, or padded with zeros.
         for (at, more) in more.into_iter().enumerate() {
             let len = out.shape()[at + 2] + more;
             out = extended(out, at + 2, [0, more], 0.0);
@@ -289,7 +294,7 @@ fn transposed(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Adds elements of a value before and after a dimension.
+/// Pads a dimension with a value before and after.
 fn extended(x: Array, at: usize, [before, after]: [usize; 2], value: f64) -> Array {
     let block = |len: usize| {
         let mut shape = x.shape();
@@ -310,20 +315,21 @@ enum Pool {
 }
 
 fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
-    let windows = Windows::of(call)?;
-    let kernel = windows.kernel.clone().ok_or("it has no kernel_shape")?;
+    let windows = Windows::from_call(call)?;
+    let kernel = windows.kernel.clone().ok_or("attribute `kernel_shape` is missing")?;
     let (up, with_pads) = (call.flag("ceil_mode"), call.flag("count_include_pad"));
     let columns_first = call.flag("storage_order");
     let wants_places = call.outputs() > 1;
     Ok(Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
-        let image = own.get(2..).ok_or("an image has a rank of 3 or more")?;
+        let image =
+            own.get(2..).ok_or_else(|| format!("expected x of rank 3 or more, got {own:?}"))?;
         let sizes = windows.sizes(image, &kernel)?;
         let counts = sizes.counts(image, up);
         let dtype = x.dtype();
         if x.kind() != Kind::Float {
-            // Bytes of an image, as numbers that hold them exactly.
+            // Bytes as floats, which are exact.
             let wide = x.clone().cast(DType::F32);
             let out = pooled(&wide, &sizes, &counts, kind, with_pads);
             return Ok(vec![out.cast(dtype)]);
@@ -343,7 +349,11 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
         let least = f64::NEG_INFINITY;
         let unfolded = sizes.unfold(&x, &counts, least);
         let last = unfolded.rank() - 1;
-        let largest = Array::of(Dispatch::float_argmax(unfolded.into_inner(), last, IntDType::I64));
+        let largest = Array::from_dispatch(Dispatch::float_argmax(
+            unfolded.into_inner(),
+            last,
+            IntDType::I64,
+        ));
         let planes: usize = own[..2].iter().product();
         let pixels: usize = image.iter().product();
         let places: Vec<i64> = (0..planes)
@@ -370,7 +380,7 @@ fn pool(call: &Call<'_>, kind: Pool) -> Result<Run, String> {
     }))
 }
 
-/// Pools an image of two dimensions where it lies; none for windows that the kernel does not have.
+/// Pools a 2-D image with our kernel; None for windows that it does not support.
 fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) -> Option<Array> {
     let pair = |own: &[usize]| <[usize; 2]>::try_from(own).ok();
     let kind = match kind {
@@ -386,12 +396,12 @@ fn by_kernel(x: &Array, sizes: &Sizes, kind: Pool, up: bool, with_pads: bool) ->
         dilation: pair(&sizes.dilations)?,
         ceil: up,
     };
-    ops::pool(x.clone().tensor::<4>(), kind, options).ok().map(Array::of_tensor)
+    ops::pool(x.clone().tensor::<4>(), kind, options).ok().map(Array::from_tensor)
 }
 
 impl Sizes {
-    /// Returns true for windows that lie side by side and cover the image.
-    pub(super) fn are_beside(&self, image: &[usize]) -> bool {
+    /// Returns true if the windows do not overlap and cover the image.
+    pub(super) fn are_patches(&self, image: &[usize]) -> bool {
         let all = |own: &[usize], value: usize| own.iter().all(|own| *own == value);
         self.strides == self.kernel
             && [&self.before, &self.after].iter().all(|own| all(own, 0))
@@ -399,7 +409,7 @@ impl Sizes {
             && image.iter().zip(&self.kernel).all(|(own, by)| own.is_multiple_of(*by))
     }
 
-    /// Returns the windows in each dimension.
+    /// Returns the number of windows per dimension.
     fn counts(&self, image: &[usize], up: bool) -> Vec<usize> {
         (0..image.len())
             .map(|at| {
@@ -407,14 +417,14 @@ impl Sizes {
                 let room = (image[at] + self.before[at] + self.after[at]).saturating_sub(reach);
                 let count =
                     if up { room.div_ceil(self.strides[at]) } else { room / self.strides[at] } + 1;
-                // The last window begins in the image, or before it.
+                // The last window starts in the image or in its left padding.
                 let begins = (count - 1) * self.strides[at] < image[at] + self.before[at];
                 if up && !begins { count - 1 } else { count }
             })
             .collect()
     }
 
-    /// Returns `[batch, channels, windows …, elements of a window]`; elements beyond the image have a value.
+    /// Unfolds x to `[batch, channels, windows …, elements of a window]`, padded with a value.
     fn unfold(&self, x: &Array, counts: &[usize], value: f64) -> Array {
         let mut x = x.clone();
         let rank = counts.len();
@@ -436,7 +446,7 @@ impl Sizes {
             let taken =
                 padded.select(axis, Array::from_data(TensorData::new(from, [total]), &device));
             shape.splice(axis..=axis, [counts[at], self.kernel[at]]);
-            // The taps go to the end, before those of later dimensions.
+            // Move the taps to the end, before those of later dimensions.
             let taken = taken.reshape(&shape);
             let all = taken.rank();
             let taps = all - (rank - at);
@@ -455,11 +465,11 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
     let wide = x.clone().cast(if dtype == DType::F64 { DType::F64 } else { DType::F32 });
     let shape = [&x.shape()[..2], counts].concat();
     let last = counts.len() + 2;
-    let sum = |own: Array| Array::of(Dispatch::float_sum_dim(own.into_inner(), last));
+    let sum = |own: Array| Array::from_dispatch(Dispatch::float_sum_dim(own.into_inner(), last));
     let out = match kind {
         Pool::Max => {
             let all = sizes.unfold(&wide, counts, f64::NEG_INFINITY);
-            Array::of(Dispatch::float_max_dim(all.into_inner(), last))
+            Array::from_dispatch(Dispatch::float_max_dim(all.into_inner(), last))
         }
         Pool::Mean => {
             let all = sum(sizes.unfold(&wide, counts, 0.0));
@@ -489,7 +499,7 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
         Pool::Lp(p) => {
             let all = sizes.unfold(&wide, counts, 0.0).float(Dispatch::float_abs);
             let power = |own: Array, by: f64| {
-                Array::of(Dispatch::float_powf_scalar(own.into_inner(), by.into()))
+                Array::from_dispatch(Dispatch::float_powf_scalar(own.into_inner(), by.into()))
             };
             power(sum(power(all, p)), 1.0 / p)
         }
@@ -497,13 +507,14 @@ fn pooled(x: &Array, sizes: &Sizes, counts: &[usize], kind: Pool, with_pads: boo
     out.reshape(&shape).cast(dtype)
 }
 
-/// A pool over the whole image.
+/// Returns a pool over the whole image.
 fn global(call: &Call<'_>, kind: Pool) -> Run {
     let ours = call.has_kernels();
     Box::new(move |inputs| {
         let x = inputs.get(0)?;
         let own = x.shape();
-        let image = own.get(2..).ok_or("an image has a rank of 3 or more")?;
+        let image =
+            own.get(2..).ok_or_else(|| format!("expected x of rank 3 or more, got {own:?}"))?;
         let rank = image.len();
         if let Pool::Mean = kind
             && let Some(mean) = mean_of_pixels(inputs.ctx, ours, &x)?
@@ -511,13 +522,15 @@ fn global(call: &Call<'_>, kind: Pool) -> Run {
             return Ok(vec![mean.reshape(&[&own[..2], &vec![1; rank][..]].concat())]);
         }
         if matches!(kind, Pool::Max | Pool::Mean) && x.dtype().is_float() && rank > 0 {
-            // The pixels as one dimension: a view, wherever the channels lie.
+            // Pixels as one dimension: a view in any layout.
             let pixels = x.reshape(&[own[0], own[1], image.iter().product()]).into_inner();
             let out = match kind {
                 Pool::Max => Dispatch::float_max_dim(pixels, 2),
                 _ => Dispatch::float_mean_dim(pixels, 2),
             };
-            return Ok(vec![Array::of(out).reshape(&[&own[..2], &vec![1; rank][..]].concat())]);
+            return Ok(vec![
+                Array::from_dispatch(out).reshape(&[&own[..2], &vec![1; rank][..]].concat()),
+            ]);
         }
         let sizes = Sizes {
             kernel: image.to_vec(),

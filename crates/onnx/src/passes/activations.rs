@@ -1,19 +1,20 @@
-//! Activations from their parts, as exporters of old opsets write them.
+//! Fuses activations from their parts, as exporters of old opsets write them.
 
 use crate::graph::{Attribute, Node, ValueId};
 
 use super::view::{View, in_place_of};
 
-/// Factors of a product.
+/// An elementwise product: a number, and other factors.
 struct Product {
     number: f64,
-    /// Factors that are no numbers.
+    /// Factors that are not constant numbers.
     factors: Vec<ValueId>,
 }
 
 impl Product {
-    /// Returns the factors of a value: of products and quotients by numbers, as long as each has one reader.
-    fn of(view: &View<'_>, id: ValueId) -> Self {
+    /// Returns the factors of a value, through `Mul`, `Div` by a number and cubes that have one
+    /// reader.
+    fn new(view: &View<'_>, id: ValueId) -> Self {
         let mut own = Self { number: 1.0, factors: Vec::new() };
         own.join(view, id, true);
         own
@@ -42,7 +43,7 @@ impl Product {
     }
 }
 
-/// Returns true for a number that is another one, as a constant of 16 bits may hold it.
+/// Returns true for two numbers that are equal within the precision of 16 bits.
 fn near(have: f64, want: f64) -> bool {
     (have - want).abs() <= 1e-3 * want.abs()
 }
@@ -53,10 +54,10 @@ fn plus(view: &View<'_>, id: ValueId, number: f64) -> Option<ValueId> {
     near(own, number).then_some(x)
 }
 
-/// `x · (1 + erf(x / √2)) / 2`, and `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
+/// Fuses `x · (1 + erf(x / √2)) / 2`, and `x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2`.
 pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "Mul")?;
-    let Product { number, factors } = Product::of(view, node.y()?);
+    let Product { number, factors } = Product::new(view, node.y()?);
     let [one, other] = factors[..] else { return None };
     if !near(number, 0.5) {
         return None;
@@ -64,11 +65,11 @@ pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     let kind = [(one, other), (other, one)].into_iter().find_map(|(x, gate)| {
         let curve = plus(view, gate, 1.0)?;
         if let Some(erf) = view.made_for_one(curve, "Erf") {
-            let inner = Product::of(view, erf.x()?);
+            let inner = Product::new(view, erf.x()?);
             let fits = inner.factors == [x] && near(inner.number, std::f64::consts::FRAC_1_SQRT_2);
             return fits.then_some((x, "none"));
         }
-        let inner = Product::of(view, view.made_for_one(curve, "Tanh")?.x()?);
+        let inner = Product::new(view, view.made_for_one(curve, "Tanh")?.x()?);
         let root = near(inner.number, (2.0 / std::f64::consts::PI).sqrt());
         (root && is_cubic(view, &inner.factors, x)).then_some((x, "tanh"))
     });
@@ -78,10 +79,10 @@ pub(super) fn gelu(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns true for the factors of `x + 0.044715 x³`, written as a sum or as `x · (1 + 0.044715 x²)`.
+/// Returns true for `x + 0.044715 x³`, written as a sum or as `x · (1 + 0.044715 x²)`.
 fn is_cubic(view: &View<'_>, factors: &[ValueId], x: ValueId) -> bool {
     let curve = |id: ValueId, powers: usize| {
-        let own = Product::of(view, id);
+        let own = Product::new(view, id);
         near(own.number, 0.044_715) && own.factors == vec![x; powers]
     };
     match factors {
@@ -96,7 +97,7 @@ fn is_cubic(view: &View<'_>, factors: &[ValueId], x: ValueId) -> bool {
     }
 }
 
-/// `x · σ(α x)`.
+/// Fuses `x · σ(α x)`.
 pub(super) fn silu(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "Mul")?;
     let [Some(one), Some(other)] = node.inputs[..] else { return None };
@@ -105,7 +106,7 @@ pub(super) fn silu(view: &mut View<'_>, at: usize) -> Option<()> {
         if own == x {
             return Some((x, 1.0));
         }
-        let inner = Product::of(view, own);
+        let inner = Product::new(view, own);
         (inner.factors == [x]).then_some((x, inner.number))
     })?;
     let own = in_place_of(node, "Swish", vec![Some(x)]);
@@ -113,15 +114,15 @@ pub(super) fn silu(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// `x · clip(x + 3, 0, 6) / 6`, and `x · clip(x / 6 + 1/2, 0, 1)`.
+/// Fuses `x · clip(x + 3, 0, 6) / 6`, and `x · clip(x / 6 + 1/2, 0, 1)`.
 pub(super) fn hard_swish(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at).filter(|node| matches!(node.op.as_str(), "Mul" | "Div"))?;
     let y = node.y()?;
     let Product { number, factors } = match node.op.as_str() {
-        "Mul" => Product::of(view, y),
+        "Mul" => Product::new(view, y),
         _ => {
             let by = view.number(node.input(1)?)?;
-            let own = Product::of(view, node.x().filter(|id| view.is_read_once(*id))?);
+            let own = Product::new(view, node.x().filter(|id| view.is_read_once(*id))?);
             Product { number: own.number / by, ..own }
         }
     };
@@ -143,7 +144,7 @@ pub(super) fn hard_swish(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns the limits of a `Clip`, if they are numbers.
+/// Returns the limits of a `Clip`, if they are constants.
 pub(super) fn limits(view: &View<'_>, clip: &Node) -> Option<[f64; 2]> {
     let limit = |name: &str, at: usize, usual: f64| match (clip.float(name), clip.input(at)) {
         (Some(own), _) => Some(own),

@@ -1,4 +1,4 @@
-//! Nodes that follow a convolution, a product or a group norm, as its epilogue:
+//! Fuses nodes after a convolution, matmul or group norm into its epilogue:
 //! `residual + activation(x ∗ weight + bias)`, or `activation(x ∗ weight + bias + residual)`.
 
 use burn::tensor::TensorData;
@@ -10,17 +10,17 @@ use super::activations::limits;
 use super::norms::is_per_channel;
 use super::view::{View, in_place_of};
 
-use place::{BIAS, GATE, IMAGE_BIAS, RESIDUAL};
+use operand::{BIAS, GATE, IMAGE_BIAS, RESIDUAL};
 
-/// Places of the inputs of `flashover::Conv` and `flashover::Linear`, after x and the weight.
-pub(crate) mod place {
+/// Input indices of `flashover::Conv` and `flashover::Linear`, after x and the weight.
+pub(crate) mod operand {
     pub(crate) const BIAS: usize = 2;
     pub(crate) const RESIDUAL: usize = 3;
-    /// Bias of each image, of a convolution.
+    /// Bias per image, of a convolution.
     pub(crate) const IMAGE_BIAS: usize = 4;
-    /// Factor of each element, of a product.
+    /// Elementwise factor, of a matmul.
     pub(crate) const GATE: usize = 4;
-    /// Input whose channels follow those of x, of a convolution.
+    /// Second image, whose channels follow those of x, of a convolution.
     pub(crate) const SECOND: usize = 5;
 }
 
@@ -42,7 +42,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         own = next;
         places.push(place);
     }
-    // A convolution with its bias is one node already, and a product that an earlier pass made.
+    // A convolution with its bias, and a `Linear` of an earlier pass, are already one node.
     let made = view.node(at)?.op == "flashover::Linear";
     if places.len() == 1 && (own.kind != Kind::Linear || made) {
         return None;
@@ -53,7 +53,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// A node that takes over what follows it.
+/// A node with a partial epilogue.
 struct Fused {
     node: Node,
     kind: Kind,
@@ -80,7 +80,7 @@ fn fused(mut own: Node, node: &Node, kind: Kind) -> Fused {
     Fused { node: own, kind, activated: false }
 }
 
-/// Returns a product with a constant matrix as `flashover::Linear`.
+/// Converts a matmul with a constant matrix to `flashover::Linear`.
 pub(super) fn linear(view: &View<'_>, node: &Node) -> Option<Node> {
     let weight = view.constant(node.input(1)?)?;
     let is_float = weight.shape.len() == 2 && weight.dtype.is_float();
@@ -109,7 +109,8 @@ fn group_norm(view: &View<'_>, node: &Node) -> Option<Fused> {
     Some(fused(own, node, Kind::GroupNorm))
 }
 
-/// Returns the node that also does what the only reader of its result does, and the place of that reader.
+/// Fuses the only reader of the result into the node. Returns the index of the reader and the fused
+/// node.
 fn follow(view: &View<'_>, own: &Fused) -> Option<Option<(usize, Fused)>> {
     let y = own.node.y()?;
     let (place, reader) = view.only_reader(y)?;

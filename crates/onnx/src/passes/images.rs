@@ -1,11 +1,12 @@
-//! Nodes before a convolution or group norm, as part of how it reads its image: padding, resizing by two, joined channels.
+//! Fuses nodes before a convolution or group norm: padding, upsampling by two, concatenated
+//! channels.
 
 use crate::graph::{Attribute, Node, ValueId};
 
-use super::epilogues::place::SECOND;
+use super::epilogues::operand::SECOND;
 use super::view::{View, in_place_of};
 
-/// Zeros around an image, as padding of the convolution that reads it.
+/// Fuses zero padding into the convolution that reads it.
 pub(super) fn pad(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "Conv")?;
     let before = view.made_for_one(node.x()?, "Pad")?;
@@ -47,7 +48,8 @@ pub(super) fn pad(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Nearest-neighbour resizing by two and joined channels, which convolutions and group norms read where they lie.
+/// Fuses nearest-neighbour upsampling by two and concatenated channels into convolutions and group
+/// norms.
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?;
     match node.op.as_str() {
@@ -86,7 +88,7 @@ fn as_ours(node: &Node, op: &str) -> Node {
     own
 }
 
-/// Reads two images in place of their channels joined. Every reader of these must do so, or they are joined anyway.
+/// Reads two images instead of their concatenation, if all its readers can do so.
 fn second(view: &mut View<'_>, at: usize, place: usize) -> Option<()> {
     let node = view.node(at)?;
     let whole = node.x()?;

@@ -1,4 +1,5 @@
-//! Rewrites of a graph that make it faster and keep its results. Each has a name, can be switched off, and counts what it found.
+//! Graph passes, which make a graph faster and keep its results. Each has a name, can be disabled,
+//! and counts its rewrites.
 
 mod activations;
 mod attention;
@@ -8,7 +9,7 @@ mod moves;
 mod neutral;
 mod norms;
 mod pointwise;
-mod products;
+mod qkv;
 mod quantised;
 mod reshapes;
 #[cfg(test)]
@@ -18,31 +19,26 @@ mod view;
 use std::collections::BTreeSet;
 
 use crate::OnnxError;
-use crate::error::invalid;
 use crate::graph::Graph;
 
-/// Places of the inputs of our own operators.
-pub(crate) use epilogues::place;
+/// Input indices of our own operators.
+pub(crate) use epilogues::operand;
 use view::View;
 
-/// A rewrite of graphs.
+/// A graph pass.
 pub struct Pass {
-    /// Its name, for switches.
+    /// Its name on the command line.
     pub name: &'static str,
-    /// The nodes that it looks for.
+    /// The nodes that it rewrites.
     pub about: &'static str,
-    /// Rewrites the node at a place, if it is the last one of what the pass looks for.
+    /// Rewrites the pattern whose last node is at an index; None without a match.
     rewrite: fn(&mut View<'_>, usize) -> Option<()>,
 }
 
 /// All passes, in the order in which they run.
 pub const PASSES: [Pass; 16] = [
-    Pass { name: "neutral", about: "nodes that change nothing", rewrite: neutral::rewrite },
-    Pass {
-        name: "int8",
-        about: "products of int8, and quantised values",
-        rewrite: quantised::rewrite,
-    },
+    Pass { name: "neutral", about: "nodes without effect", rewrite: neutral::rewrite },
+    Pass { name: "int8", about: "int8 matmuls and quantised values", rewrite: quantised::rewrite },
     Pass { name: "gelu", about: "GELU from its parts", rewrite: activations::gelu },
     Pass { name: "silu", about: "SiLU from its parts", rewrite: activations::silu },
     Pass {
@@ -56,26 +52,22 @@ pub const PASSES: [Pass; 16] = [
     Pass { name: "pad", about: "padding before convolutions", rewrite: images::pad },
     Pass { name: "attention", about: "attention from its parts", rewrite: attention::rewrite },
     Pass { name: "move", about: "chains that only move elements", rewrite: moves::rewrite },
-    Pass {
-        name: "reshape",
-        about: "products of reshaped rows, and their sums",
-        rewrite: reshapes::rewrite,
-    },
+    Pass { name: "reshape", about: "reshapes around matmuls and sums", rewrite: reshapes::rewrite },
     Pass {
         name: "epilogue",
-        about: "what follows a convolution or product",
+        about: "nodes after convolutions and matmuls",
         rewrite: epilogues::rewrite,
     },
-    Pass { name: "qkv", about: "products of one input as one product", rewrite: products::join },
+    Pass { name: "qkv", about: "matmuls that share an input", rewrite: qkv::rewrite },
     Pass {
         name: "image",
-        about: "resizing and joining before convolutions",
+        about: "upsampling and concatenation before convolutions",
         rewrite: images::rewrite,
     },
     Pass { name: "chain", about: "chains of elementwise nodes", rewrite: pointwise::rewrite },
 ];
 
-/// Passes that are on.
+/// A set of enabled passes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Passes(BTreeSet<&'static str>);
 
@@ -86,20 +78,20 @@ impl Default for Passes {
 }
 
 impl Passes {
-    /// All passes.
+    /// Returns all passes.
     pub fn all() -> Self {
         Self(PASSES.iter().map(|pass| pass.name).collect())
     }
 
-    /// No pass.
+    /// Returns no passes.
     pub const fn none() -> Self {
         Self(BTreeSet::new())
     }
 
-    /// Reads switches: `on`, `off`, names of the passes that are on, or `-NAME` for all but some.
+    /// Parses switches: `on`, `off`, names of passes, or `-NAME` for all except some.
     ///
     /// # Errors
-    /// [`OnnxError::Invalid`] for a name that no pass has.
+    /// [`OnnxError::Argument`] for a name that no pass has.
     pub fn parse(text: &str) -> Result<Self, OnnxError> {
         let names: Vec<&str> =
             text.split(',').map(str::trim).filter(|own| !own.is_empty()).collect();
@@ -116,8 +108,8 @@ impl Passes {
                     let known = PASSES.iter().map(|pass| pass.name);
                     let pass = known.clone().find(|pass| *pass == own).ok_or_else(|| {
                         let all: Vec<_> = known.collect();
-                        invalid(format!(
-                            "no pass is named `{own}`\nhint: they are {}",
+                        OnnxError::Argument(format!(
+                            "no pass is named `{own}`\nhint: the passes are {}",
                             all.join(", ")
                         ))
                     })?;
@@ -132,13 +124,13 @@ impl Passes {
         Ok(on)
     }
 
-    /// Returns true if a pass is on.
+    /// Returns true if a pass is enabled.
     pub fn has(&self, name: &str) -> bool {
         self.0.contains(name)
     }
 }
 
-/// Runs the passes that are on, and returns how often each rewrote something.
+/// Runs the enabled passes, and returns the rewrites of each.
 pub(crate) fn apply(graph: &mut Graph, opset: i64, on: &Passes) -> Vec<(&'static str, usize)> {
     // Until opset 6, operators broadcast by attributes, which passes do not read.
     let passes = PASSES.iter().filter(|pass| on.has(pass.name) && opset >= 7);

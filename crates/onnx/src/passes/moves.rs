@@ -1,10 +1,12 @@
-//! Chains of nodes that only move elements, as at most three: split dimensions, reorder them, join them.
+//! Shortens chains of nodes that only move elements to at most three: split, transpose and merge
+//! dimensions.
 //!
 //! ```text
 //! [s, b, h·d] → [s, b·h, d] → [b·h, s, d] → [b, h, s, d]      becomes      [s, b, h·d] → [s, b, h, d] → [b, h, s, d]
 //! ```
 //!
-//! Splitting and reordering are views of any tensor. A chain that joins dimensions in between, and splits them again, is a copy.
+//! Splitting and transposing are views. A chain that merges dimensions and splits them again would
+//! copy.
 
 use burn::tensor::TensorData;
 
@@ -14,20 +16,20 @@ use super::view::{View, in_place_of};
 
 const MOVES: [&str; 5] = ["Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"];
 
-/// A dimension, or a part of one, that stays whole: its number, and its length.
+/// A dimension, or a part of one, that is never split: its number and its length.
 type Atom = (usize, usize);
 
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let last = view.node(at).filter(|node| MOVES.contains(&node.op.as_str()))?.clone();
     let y = last.y()?;
-    // The last of its chain: one that goes on is rewritten at its end.
+    // A chain is rewritten at its last node.
     if view.only_reader(y).is_some_and(|(_, node)| MOVES.contains(&node.op.as_str())) {
         return None;
     }
     let mut chain = vec![(at, last.clone())];
     let mut x = last.x()?;
     while let Some(place) =
-        MOVES.iter().find_map(|op| view.place(x, op)).filter(|_| view.is_read_once(x))
+        MOVES.iter().find_map(|op| view.producer_index(x, op)).filter(|_| view.is_read_once(x))
     {
         let node = view.node(place)?.clone();
         x = node.x()?;
@@ -94,9 +96,9 @@ fn reshape(view: &mut View<'_>, like: &Node, from: ValueId, to: ValueId, shape: 
     Node { outputs: vec![Some(to)], ..own }
 }
 
-/// Places of the parts of a tensor's dimensions.
+/// Positions of the parts of a tensor's dimensions.
 struct Moved {
-    /// Parts in the order of the tensor.
+    /// Parts in the order of the input.
     from: Vec<Atom>,
     /// Parts of each dimension of the result.
     to: Vec<Vec<Atom>>,
@@ -121,7 +123,8 @@ impl Moved {
         Some(())
     }
 
-    /// Groups the parts as the dimensions of another shape, and splits those that two of them share.
+    /// Groups the parts into the dimensions of another shape; splits parts that two dimensions
+    /// share.
     fn reshape(&mut self, shape: &[usize]) -> Option<()> {
         let mut rest: Vec<Atom> = self.to.concat();
         rest.reverse();
@@ -161,8 +164,8 @@ mod tests {
         // [s, b, h·d] → [s, b·h, d] → [b·h, s, d] → [b, h, s, d]
         let mut own = Moved::new(&[5, 2, 12]);
         own.reshape(&[5, 6, 4]).expect("12 is 3 · 4");
-        let turned = Node::default().with("perm", Attribute::Ints(vec![1, 0, 2]));
-        own.reorder(&turned, 3).expect("a rank of 3");
+        let transposed = Node::default().with("perm", Attribute::Ints(vec![1, 0, 2]));
+        own.reorder(&transposed, 3).expect("a rank of 3");
         own.reshape(&[2, 3, 5, 4]).expect("6 is 2 · 3");
         let lengths = |own: &[Atom]| own.iter().map(|own| own.1).collect::<Vec<_>>();
         assert_eq!(lengths(&own.from), [5, 2, 3, 4]);

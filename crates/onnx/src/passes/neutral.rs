@@ -1,5 +1,5 @@
-//! Nodes that change nothing: `Identity`, `Dropout`, casts to the same type, sums with 0, products with 1, and transposes that undo
-//! each other.
+//! Removes nodes without effect: `Identity`, `Dropout`, casts to the same dtype, adding 0,
+//! multiplying by 1. Merges consecutive transposes.
 
 use crate::graph::Attribute;
 use crate::tensor;
@@ -11,7 +11,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let (x, y) = (node.x()?, node.y()?);
     let same = match node.op.as_str() {
         "Identity" => Some(x),
-        // The mask must not be read.
+        // The mask output must be unused.
         "Dropout"
             if node.outputs.iter().skip(1).flatten().all(|id| view.readers(*id).is_empty()) =>
         {
@@ -31,7 +31,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
         "Transpose" => return transposed_twice(view, at),
         _ => None,
     }?;
-    // Shapes stay: a constant of a higher rank would change them.
+    // The shape must not change: a constant of a higher rank would add dimensions.
     let (before, after) = (view.ty(same).clone(), view.ty(y).clone());
     let keeps =
         before.shape.is_some() && before.shape == after.shape && before.dtype == after.dtype;

@@ -1,4 +1,4 @@
-//! Norms from their parts, and batch norms as part of a convolution's filters.
+//! Fuses norms from their parts, and folds batch norms into the filters of convolutions.
 
 use burn::tensor::TensorData;
 
@@ -7,7 +7,8 @@ use crate::graph::{Attribute, Node, ValueId};
 use super::epilogues::flat;
 use super::view::{View, in_place_of};
 
-/// Layer norms and RMS norms of the last dimension: the part without weights, then a factor and a bias for each column.
+/// Fuses layer norms and RMS norms over the last dimension: first without weights, then with weight
+/// and bias.
 pub(super) fn rows(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?;
     let own = match normalised(view, node) {
@@ -18,20 +19,21 @@ pub(super) fn rows(view: &mut View<'_>, at: usize) -> Option<()> {
                 .with("epsilon", Attribute::Float(epsilon as f32))
         }
         None => {
-            let of = ["LayerNormalization", "RMSNormalization"];
+            let norms = ["LayerNormalization", "RMSNormalization"];
             let width = |id: ValueId| {
                 let columns = (*view.dims(node.y()?)?.last()?)?;
                 let own = view.constant(id)?;
                 (own.count() == columns && own.shape.last() == Some(&columns)).then_some(columns)
             };
-            weighted(view, node, &of, |id| width(id).is_some())?
+            weighted(view, node, &norms, |id| width(id).is_some())?
         }
     };
     view.replace(at, own);
     Some(())
 }
 
-/// Returns x, whether its mean is subtracted, and ε, for `(x - mean) / √(mean of squares + ε)` or `x / √(…)`.
+/// Matches `(x - mean) / √(mean of squares + ε)` or `x / √(…)`. Returns x, true if the mean is
+/// subtracted, and ε.
 fn normalised(view: &View<'_>, node: &Node) -> Option<(ValueId, bool, f64)> {
     let root = |id: ValueId| view.made_by(id, "Sqrt")?.x();
     let (far, sum) = match node.op.as_str() {
@@ -68,7 +70,7 @@ fn normalised(view: &View<'_>, node: &Node) -> Option<(ValueId, bool, f64)> {
     Some((centred.unwrap_or(far), centred.is_some(), epsilon))
 }
 
-/// Returns x if a value is its mean over the last dimension, which stays with length 1.
+/// Returns x if a value is its mean over the last dimension, with `keepdims`.
 fn mean_of_rows(view: &View<'_>, id: ValueId) -> Option<ValueId> {
     let node = view.made_by(id, "ReduceMean")?;
     let x = node.x()?;
@@ -81,11 +83,11 @@ fn mean_of_rows(view: &View<'_>, id: ValueId) -> Option<ValueId> {
     (node.int("keepdims") != Some(0) && (axes == [-1] || axes == [last])).then_some(x)
 }
 
-/// Returns the norm before a node with a weight or a bias, which the node multiplies by or adds.
+/// Adds a weight (`Mul`) or a bias (`Add`) to the norm before a node.
 fn weighted(
     view: &View<'_>,
     node: &Node,
-    of: &[&str],
+    norms: &[&str],
     fits: impl Fn(ValueId) -> bool,
 ) -> Option<Node> {
     let place = match node.op.as_str() {
@@ -95,7 +97,7 @@ fn weighted(
     };
     let [Some(one), Some(other)] = node.inputs[..] else { return None };
     let (norm, weight) = [(one, other), (other, one)].into_iter().find_map(|(own, weight)| {
-        let norm = of.iter().find_map(|op| view.made_for_one(own, op))?;
+        let norm = norms.iter().find_map(|op| view.made_for_one(own, op))?;
         let free = norm.input(place).is_none() && norm.input(2).is_none();
         (free && fits(weight)).then_some((norm, weight))
     })?;
@@ -107,7 +109,8 @@ fn weighted(
     Some(own)
 }
 
-/// A group norm as torch exports it: an instance norm of the groups between reshapes, then a factor and a bias of each channel.
+/// Fuses a group norm as torch exports it: an instance norm of the groups between reshapes, then
+/// weight and bias per channel.
 pub(super) fn groups(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?;
     let own = match node.op.as_str() {
@@ -138,7 +141,7 @@ pub(super) fn groups(view: &mut View<'_>, at: usize) -> Option<()> {
                 channels().is_some_and(|channels| is_per_channel(view, id, channels, node.y()))
             };
             let mut own = weighted(view, node, &["GroupNormalization"], fits)?;
-            // The operator has vectors.
+            // The operator takes vectors.
             let changed = own.inputs[1..].iter().flatten().copied();
             let changed: Vec<ValueId> = changed
                 .filter(|id| view.constant(*id).is_some_and(|own| own.shape.len() > 1))
@@ -158,7 +161,7 @@ pub(super) fn groups(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns true for a constant with an element for each channel of an image.
+/// Returns true for a constant with one element per channel of an image.
 pub(super) fn is_per_channel(
     view: &View<'_>,
     id: ValueId,
@@ -176,15 +179,15 @@ pub(super) fn is_per_channel(
         && after.is_some_and(|after| own.shape[own.shape.len() - 1 - after] == channels)
 }
 
-/// Folds a batch norm into the convolution before it; elsewhere it becomes a product and a sum.
+/// Folds a batch norm into the convolution before it; elsewhere it becomes `Mul` and `Add`.
 pub(super) fn batch(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.call(at, "BatchNormalization")?;
     let more = node.outputs.iter().skip(1).flatten().any(|id| !view.readers(*id).is_empty());
     if more || node.int("training_mode") == Some(1) {
         return None;
     }
-    let (x, of) = (node.x()?, |at: usize| view.floats(node.input(at)?));
-    let (weight, bias, mean, variance) = (of(1)?, of(2)?, of(3)?, of(4)?);
+    let (x, floats) = (node.x()?, |at: usize| view.floats(node.input(at)?));
+    let (weight, bias, mean, variance) = (floats(1)?, floats(2)?, floats(3)?, floats(4)?);
     let epsilon = node.float("epsilon").unwrap_or(1e-5) as f32;
     let factor: Vec<f32> =
         weight.iter().zip(&variance).map(|(weight, own)| weight / (own + epsilon).sqrt()).collect();
@@ -229,11 +232,11 @@ pub(super) fn batch(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?.clone();
     let (shift, factor) = (view.add_constant(shift), view.add_constant(factor));
     let between = view.add_value(view.ty(x).clone());
-    let mut product = in_place_of(&node, "Mul", vec![Some(x), Some(factor)]);
-    product.outputs = vec![Some(between)];
+    let mut scaled = in_place_of(&node, "Mul", vec![Some(x), Some(factor)]);
+    scaled.outputs = vec![Some(between)];
     let mut sum = in_place_of(&node, "Add", vec![Some(between), Some(shift)]);
     sum.outputs = outputs;
     view.replace(at, sum);
-    view.insert(at, product);
+    view.insert(at, scaled);
     Some(())
 }

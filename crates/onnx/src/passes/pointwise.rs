@@ -1,4 +1,4 @@
-//! Chains of elementwise nodes as one program, which runs as one kernel.
+//! Fuses chains of elementwise nodes into one program, which runs as one kernel.
 
 use burn::tensor::DType;
 use ops::{Activation, Constant, Function, MAX_INPUTS, MAX_STEPS, Operation, Program, Step};
@@ -8,14 +8,14 @@ use crate::graph::{Attribute, Node, ValueId};
 use super::epilogues::activation;
 use super::view::{View, in_place_of};
 
-/// A program under construction. Registers of inputs come first, once all are known.
+/// A program under construction. The registers of inputs come first, once all inputs are known.
 #[derive(Default)]
 struct Chain {
     inputs: Vec<ValueId>,
     steps: Vec<Made>,
 }
 
-/// A step that reads inputs and steps by number.
+/// A step that reads inputs and steps by index.
 #[derive(Clone, Copy)]
 enum Made {
     Constant(Constant),
@@ -30,7 +30,8 @@ enum Source {
     Step(usize),
 }
 
-/// Makes an elementwise node a program, together with the programs before it that only it reads.
+/// Converts an elementwise node to a program, fused with the programs before it that only this node
+/// reads.
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?.clone();
     let y = node.y()?;
@@ -48,7 +49,7 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let steps = chain.steps.len();
     chain.apply(view, &node, &sources)?;
     if chain.inputs.is_empty() || chain.inputs.len() > MAX_INPUTS || chain.steps.len() > MAX_STEPS {
-        // It begins a chain of its own.
+        // Start a new chain.
         (chain, places) = (Chain::default(), Vec::new());
         let mut sources = Vec::new();
         for id in operands_of(&node) {
@@ -68,7 +69,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     joined.then_some(())
 }
 
-/// Returns true for a value that programs can make: floats of up to 32 bits, or bools, of a known shape.
+/// Returns true for a value that a program can compute: floats of up to 32 bits or bools, of known
+/// shape.
 fn is_fused(view: &View<'_>, id: ValueId) -> bool {
     let dtype = view
         .dtype(id)
@@ -77,7 +79,7 @@ fn is_fused(view: &View<'_>, id: ValueId) -> bool {
 }
 
 fn operands_of(node: &Node) -> Vec<ValueId> {
-    // Limits of a clip are numbers of its activation.
+    // The limits of a `Clip` are parameters of its activation.
     let count = if node.op == "Clip" { 1 } else { node.given };
     node.inputs.iter().take(count).flatten().copied().collect()
 }
@@ -128,7 +130,8 @@ fn operands(node: &Node) -> Option<Vec<ValueId>> {
 }
 
 impl Chain {
-    /// Reads a value: what its program computes, if only this chain reads it, or the value itself.
+    /// Reads a value: appends its program if only this chain reads it, or adds the value as an
+    /// input.
     fn read(
         &mut self,
         view: &View<'_>,
@@ -137,8 +140,9 @@ impl Chain {
         places: &mut Vec<usize>,
     ) -> Option<Source> {
         let whole = view.shape(id).is_some() && view.shape(id) == view.shape(y);
-        let place =
-            view.place(id, "flashover::Pointwise").filter(|_| whole && view.is_read_once(id));
+        let place = view
+            .producer_index(id, "flashover::Pointwise")
+            .filter(|_| whole && view.is_read_once(id));
         let Some(place) = place else { return self.alone(view, id, y) };
         let before = view.node(place)?;
         let Some(Attribute::Program(program)) = before.attributes.get("program") else {
@@ -149,12 +153,12 @@ impl Chain {
             registers.push(self.input(*id));
         }
         for step in &program.steps {
-            let of = |own: u8| registers[usize::from(own)];
+            let source = |own: u8| registers[usize::from(own)];
             let made = match *step {
                 Step::Constant(own) => Made::Constant(own),
-                Step::Unary(function, a) => Made::Unary(function, of(a)),
-                Step::Binary(operation, a, b) => Made::Binary(operation, of(a), of(b)),
-                Step::Select(a, b, c) => Made::Select(of(a), of(b), of(c)),
+                Step::Unary(function, a) => Made::Unary(function, source(a)),
+                Step::Binary(operation, a, b) => Made::Binary(operation, source(a), source(b)),
+                Step::Select(a, b, c) => Made::Select(source(a), source(b), source(c)),
             };
             registers.push(self.push(made));
         }
@@ -162,7 +166,7 @@ impl Chain {
         registers.last().copied()
     }
 
-    /// Reads a value as it is: a number as a constant, others as an input.
+    /// Reads a value without fusion: a number as a constant, others as an input.
     fn alone(&mut self, view: &View<'_>, id: ValueId, y: ValueId) -> Option<Source> {
         let rank = view.dims(id)?.len();
         if rank > view.dims(y)?.len() || !is_fused(view, id) {
@@ -191,7 +195,7 @@ impl Chain {
     fn apply(&mut self, view: &View<'_>, node: &Node, sources: &[Source]) -> Option<()> {
         let first = *sources.first()?;
         let pair = |operation| Some(Made::Binary(operation, first, *sources.get(1)?));
-        let turned = |operation| Some(Made::Binary(operation, *sources.get(1)?, first));
+        let swapped = |operation| Some(Made::Binary(operation, *sources.get(1)?, first));
         let one = |function| Some(Made::Unary(function, first));
         let two = sources.len() == 2;
         let made = match node.op.as_str() {
@@ -204,7 +208,7 @@ impl Chain {
                 Some(Made::Binary(Operation::Multiply, first, gate))
             }
             "Cast" => {
-                // To bools: whether it is not 0.
+                // Cast to bool: x is not 0.
                 let to = view.dtype(node.y()?)?;
                 if matches!(to, DType::Bool(_)) {
                     let not = self.push(Made::Unary(Function::Not, first));
@@ -223,8 +227,8 @@ impl Chain {
             "Equal" => pair(Operation::Equal),
             "Greater" => pair(Operation::Greater),
             "GreaterOrEqual" => pair(Operation::GreaterOrEqual),
-            "Less" => turned(Operation::Greater),
-            "LessOrEqual" => turned(Operation::GreaterOrEqual),
+            "Less" => swapped(Operation::Greater),
+            "LessOrEqual" => swapped(Operation::GreaterOrEqual),
             "And" => pair(Operation::And),
             "Or" => pair(Operation::Or),
             "Where" => Some(Made::Select(first, *sources.get(1)?, *sources.get(2)?)),
@@ -248,7 +252,7 @@ impl Chain {
             Some(made) => {
                 self.push(made);
             }
-            // A cast between floats is the rounding of the result, which a chain that goes on leaves out.
+            // A cast between floats only rounds the result; a longer chain omits it.
             None if node.op == "Cast" => {
                 if let Source::Input(_) = first {
                     let one = self.push(Made::Constant(Constant::new(1.0)));
@@ -260,7 +264,8 @@ impl Chain {
         Some(())
     }
 
-    /// Powers by products and roots where they are exact, which take a negative base.
+    /// Computes powers by multiplications and roots where they are exact; these accept a negative
+    /// base.
     fn power(&mut self, view: &View<'_>, node: &Node, sources: &[Source]) -> Option<Made> {
         let (first, second) = (*sources.first()?, *sources.get(1)?);
         let product = |a, b| Made::Binary(Operation::Multiply, a, b);
@@ -277,7 +282,7 @@ impl Chain {
         }
     }
 
-    /// Returns the program, without steps whose results nobody reads.
+    /// Returns the program without unused steps.
     fn program(&self) -> Program {
         let mut read = vec![false; self.steps.len()];
         if let Some(last) = read.last_mut() {
@@ -297,15 +302,15 @@ impl Chain {
         let mut steps = Vec::new();
         for at in (0..self.steps.len()).filter(|at| read[*at]) {
             places[at] = (inputs + steps.len()) as u8;
-            let of = |own: Source| match own {
+            let register = |own: Source| match own {
                 Source::Input(input) => input as u8,
                 Source::Step(step) => places[step],
             };
             steps.push(match self.steps[at] {
                 Made::Constant(own) => Step::Constant(own),
-                Made::Unary(function, a) => Step::Unary(function, of(a)),
-                Made::Binary(operation, a, b) => Step::Binary(operation, of(a), of(b)),
-                Made::Select(a, b, c) => Step::Select(of(a), of(b), of(c)),
+                Made::Unary(function, a) => Step::Unary(function, register(a)),
+                Made::Binary(operation, a, b) => Step::Binary(operation, register(a), register(b)),
+                Made::Select(a, b, c) => Step::Select(register(a), register(b), register(c)),
             });
         }
         Program { inputs: inputs as u8, steps }

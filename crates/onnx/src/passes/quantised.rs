@@ -1,8 +1,9 @@
-//! Quantised graphs: products with matrices of int8, and values that are rounded to integers and back.
+//! Rewrites quantised graphs: matmuls with int8 weights, and values that are quantised and
+//! dequantised.
 //!
 //! ```text
 //! DequantizeLinear(QuantizeLinear(x, s, z), s', z)  =  clip(round(x / s), least - z, most - z) · s'
-//! MatMul(x, DequantizeLinear(codes, s))             =  (x · codes) · s, by the kernels of int8
+//! MatMul(x, DequantizeLinear(codes, s))             =  (x · codes) · s, by the int8 kernels
 //! MatMulInteger(a, codes, zero of a)                =  (a - zero) · codes, by the same kernels
 //! ```
 
@@ -17,19 +18,21 @@ use crate::tensor::Constant;
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let node = view.node(at)?.clone();
     match node.op.as_str() {
-        "DequantizeLinear" => rounded(view, at, &node).or_else(|| decoded(view, at, &node)),
-        "MatMul" => product(view, at, &node, false),
+        "DequantizeLinear" => {
+            fuse_quantize_dequantize(view, at, &node).or_else(|| fold_dequantized(view, at, &node))
+        }
+        "MatMul" => matmul(view, at, &node, false),
         "Gemm" => {
             let one = |name: &str| node.float(name).is_none_or(|own| own == 1.0);
             let plain = one("alpha") && one("beta") && node.int("transA").unwrap_or(0) == 0;
-            let turned = node.int("transB") == Some(1);
-            if plain { product(view, at, &node, turned) } else { None }
+            let transposed = node.int("transB") == Some(1);
+            if plain { matmul(view, at, &node, transposed) } else { None }
         }
         "MatMulInteger" => {
-            let codes = Codes::of(view, node.input(1)?, node.input(3))?;
+            let codes = Codes::read(view, node.input(1)?, node.input(3))?;
             let [_, columns] = codes.0.shape[..] else { return None };
             let one = Constant::new(TensorData::new(vec![1f32], [1]));
-            let own = codes.product(&node, vec![node.x(), node.input(2)], one, columns, false);
+            let own = codes.matmul_node(&node, vec![node.x(), node.input(2)], one, columns, false);
             view.replace(at, own.with("integer", Attribute::Int(1)));
             Some(())
         }
@@ -37,8 +40,8 @@ pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     }
 }
 
-/// Makes a value that is quantised and decoded a program of one kernel.
-fn rounded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
+/// Fuses quantisation and dequantisation of a value into one elementwise program.
+fn fuse_quantize_dequantize(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     let before = view.made_for_one(node.x()?, "QuantizeLinear")?.clone();
     let (x, codes) = (before.x()?, view.dtype(node.x()?)?);
     let whole = matches!(codes, DType::I8 | DType::U8 | DType::I16 | DType::U16);
@@ -64,7 +67,7 @@ fn rounded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
         number(other),
         Step::Binary(Operation::Multiply, 7, 8),
     ];
-    let place = view.place(node.x()?, "QuantizeLinear")?;
+    let place = view.producer_index(node.x()?, "QuantizeLinear")?;
     let program = Attribute::Program(Program { inputs: 1, steps });
     let own = in_place_of(node, "flashover::Pointwise", vec![Some(x)]).with("program", program);
     view.remove(place);
@@ -72,8 +75,8 @@ fn rounded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Makes a decoded constant a constant of floats, but for a matrix that a product reads as codes.
-fn decoded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
+/// Dequantises a constant, except a weight that a matmul reads quantised.
+fn fold_dequantized(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     let (x, scale, y) = (node.x()?, node.input(1)?, node.y()?);
     view.dtype(y).filter(|own| *own == DType::F32 && !view.is_output(y))?;
     let of_product = view.readers(y).iter().all(|reader| {
@@ -81,7 +84,7 @@ fn decoded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
             ["MatMul", "Gemm"].contains(&own.op.as_str()) && own.input(1) == Some(y)
         })
     });
-    if of_product && Codes::of(view, x, node.input(2)).is_some() {
+    if of_product && Codes::read(view, x, node.input(2)).is_some() {
         return None;
     }
     let codes = view.constant(x)?;
@@ -114,16 +117,16 @@ fn decoded(view: &mut View<'_>, at: usize, node: &Node) -> Option<()> {
     Some(())
 }
 
-/// Makes a product with a decoded matrix one with its codes.
-fn product(view: &mut View<'_>, at: usize, node: &Node, turned: bool) -> Option<()> {
+/// Replaces a matmul with a dequantised weight by one with the quantised weight.
+fn matmul(view: &mut View<'_>, at: usize, node: &Node, transposed: bool) -> Option<()> {
     let weight = node.input(1)?;
-    let place = view.place(weight, "DequantizeLinear")?;
+    let place = view.producer_index(weight, "DequantizeLinear")?;
     let decode = view.node(place)?;
-    let codes = Codes::of(view, decode.x()?, decode.input(2))?;
-    let columns = codes.0.shape[usize::from(!turned)];
+    let codes = Codes::read(view, decode.x()?, decode.input(2))?;
+    let columns = codes.0.shape[usize::from(!transposed)];
     let scale = view.constant(decode.input(1)?).filter(|own| own.dtype == DType::F32)?;
     let axis = crate::ops::axis(decode.int("axis").unwrap_or(1), 2).ok()?;
-    let of_columns = axis == usize::from(!turned) && scale.count() == columns;
+    let of_columns = axis == usize::from(!transposed) && scale.count() == columns;
     if decode.int("block_size").unwrap_or(0) != 0 || !(scale.count() == 1 || of_columns) {
         return None;
     }
@@ -131,19 +134,19 @@ fn product(view: &mut View<'_>, at: usize, node: &Node, turned: bool) -> Option<
     let scales = scale.clone();
     let mut inputs = vec![node.x(), None];
     inputs.extend(node.input(2).map(Some));
-    view.replace(at, codes.product(node, inputs, scales, columns, turned));
+    view.replace(at, codes.matmul_node(node, inputs, scales, columns, transposed));
     if view.readers(weight).is_empty() && !view.is_output(weight) {
         view.remove(place);
     }
     Some(())
 }
 
-/// A constant matrix of int8 whose zero point is 0.
+/// A constant int8 matrix with zero point 0.
 struct Codes(Constant);
 
 impl Codes {
-    /// Returns the matrix of a constant. Unsigned codes around 128 become signed ones.
-    fn of(view: &View<'_>, id: ValueId, zero: Option<ValueId>) -> Option<Self> {
+    /// Reads the matrix of a constant. uint8 with zero point 128 becomes int8.
+    fn read(view: &View<'_>, id: ValueId, zero: Option<ValueId>) -> Option<Self> {
         let own = view.constant(id).filter(|own| own.shape.len() == 2)?;
         let zeros = match zero {
             None => vec![0],
@@ -161,19 +164,19 @@ impl Codes {
         }
     }
 
-    /// Returns a product in place of a node, with one scale or one of each column.
-    fn product(
+    /// Returns a matmul that replaces a node, with one scale or one scale per column.
+    fn matmul_node(
         self,
         node: &Node,
         inputs: Vec<Option<ValueId>>,
         scales: Constant,
         columns: usize,
-        turned: bool,
+        transposed: bool,
     ) -> Node {
         in_place_of(node, "flashover::Int8", inputs)
             .with("codes", Attribute::Tensor(self.0))
             .with("columns", Attribute::Int(columns as i64))
-            .with("turned", Attribute::Int(i64::from(turned)))
+            .with("transposed", Attribute::Int(i64::from(transposed)))
             .with("number", Attribute::Int(next_number()))
             .with("scales", Attribute::Tensor(scales))
     }

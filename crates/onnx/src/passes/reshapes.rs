@@ -1,6 +1,6 @@
-//! Products of reshaped rows, as products of the rows as they are; and sums of a reshaped product, as the reshaped sum:
-//! `reshape(x·w) + r = reshape(x·w + unshape(r))`. The sum is then part of the product's epilogue, and reshaping and transposing are
-//! views.
+//! Removes reshapes around matmuls, and moves sums before reshapes:
+//! `reshape(x·w) + r = reshape(x·w + unshape(r))`. The sum then becomes part of the matmul's
+//! epilogue, and reshapes and transposes are views.
 
 use burn::tensor::TensorData;
 
@@ -9,28 +9,29 @@ use crate::graph::{Attribute, Node, Type, ValueId};
 use super::epilogues::linear;
 use super::view::{View, in_place_of};
 
-/// Most nodes between a product and a sum.
+/// Maximum nodes between a matmul and a sum.
 const MOST: usize = 6;
 
-const PRODUCTS: [&str; 3] = ["MatMul", "Gemm", "flashover::Linear"];
+const MATMULS: [&str; 3] = ["MatMul", "Gemm", "flashover::Linear"];
 
 pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     match view.node(at)?.op.as_str() {
-        "Reshape" => product(view, at),
+        "Reshape" => matmul(view, at),
         "Add" => sum(view, at),
         _ => None,
     }
 }
 
-/// `[a, b, …] → [a·b, k] → product → [a·b, n] → [a, b, n]`: rows of two or more dimensions are joined for the product only.
-fn product(view: &mut View<'_>, at: usize) -> Option<()> {
+/// Rewrites `[a, b, …] → [a·b, k] → matmul → [a·b, n] → [a, b, n]`, where the dimensions of the
+/// rows are merged only for the matmul.
+fn matmul(view: &mut View<'_>, at: usize) -> Option<()> {
     let last = view.node(at)?.clone();
     let joined = last.x()?;
-    let place = ["Gemm", "MatMul"].iter().find_map(|op| view.place(joined, op));
+    let place = ["Gemm", "MatMul"].iter().find_map(|op| view.producer_index(joined, op));
     let place = place.filter(|_| view.is_read_once(joined))?;
     let node = view.node(place)?.clone();
     let own = linear(view, &node)?;
-    let (from, to) = (view.place(node.x()?, "Reshape")?, view.shape(last.y()?)?);
+    let (from, to) = (view.producer_index(node.x()?, "Reshape")?, view.shape(last.y()?)?);
     let x = view.node(from)?.x()?;
     let (have, rows) = (view.shape(x)?, view.shape(node.x()?)?);
     let (n, outer) = to.split_last()?;
@@ -70,15 +71,15 @@ fn sum(view: &mut View<'_>, at: usize) -> Option<()> {
         let same = view.shape(own).is_some() && view.shape(own) == view.shape(rest);
         (same && view.constant(rest).is_none()).then_some((moved, rest))
     })?;
-    let product = moved.first()?.1.x()?;
-    // Back through the nodes, last to first.
-    let mut turned = rest;
+    let matmul = moved.first()?.1.x()?;
+    // Undo the moves on the addend, last to first.
+    let mut addend = rest;
     for (_, node) in moved.iter().rev() {
-        turned = undone(view, at, node, turned)?;
+        addend = undone(view, at, node, addend)?;
     }
-    // Forth with the sum.
-    let between = view.add_value(view.ty(product).clone());
-    let mut own = in_place_of(&sum, "Add", vec![Some(product), Some(turned)]);
+    // Then move the sum, first to last.
+    let between = view.add_value(view.ty(matmul).clone());
+    let mut own = in_place_of(&sum, "Add", vec![Some(matmul), Some(addend)]);
     own.outputs = vec![Some(between)];
     let mut last = between;
     let count = moved.len();
@@ -101,12 +102,12 @@ fn sum(view: &mut View<'_>, at: usize) -> Option<()> {
     Some(())
 }
 
-/// Returns the nodes that only move the elements of a product, first to last, with their places.
+/// Returns the nodes that only move the elements of a matmul, first to last, with their indices.
 fn moved(view: &View<'_>, id: ValueId) -> Option<Vec<(usize, Node)>> {
     let (mut found, mut id) = (Vec::new(), id);
     while found.len() < MOST && view.is_read_once(id) {
-        let of = ["Reshape", "Transpose", "Squeeze", "Unsqueeze"];
-        let Some(place) = of.iter().find_map(|op| view.place(id, op)) else { break };
+        let moves = ["Reshape", "Transpose", "Squeeze", "Unsqueeze"];
+        let Some(place) = moves.iter().find_map(|op| view.producer_index(id, op)) else { break };
         let node = view.node(place)?.clone();
         view.shape(id)?;
         id = node.x()?;
@@ -114,24 +115,24 @@ fn moved(view: &View<'_>, id: ValueId) -> Option<Vec<(usize, Node)>> {
         found.push((place, node));
     }
     found.reverse();
-    let is_product = PRODUCTS.iter().chain(&["Add"]).any(|op| view.made_for_one(id, op).is_some());
-    (is_product && !found.is_empty() && has_product(view, id)).then_some(found)
+    let is_matmul = MATMULS.iter().chain(&["Add"]).any(|op| view.made_for_one(id, op).is_some());
+    (is_matmul && !found.is_empty() && has_matmul(view, id)).then_some(found)
 }
 
-/// Returns true for a product with a constant matrix, or its sum with a bias.
-fn has_product(view: &View<'_>, id: ValueId) -> bool {
-    let product = |id: ValueId| {
-        let node = PRODUCTS.iter().find_map(|op| view.made_for_one(id, op));
+/// Returns true for a matmul with a constant matrix, or its sum with a bias.
+fn has_matmul(view: &View<'_>, id: ValueId) -> bool {
+    let matmul = |id: ValueId| {
+        let node = MATMULS.iter().find_map(|op| view.made_for_one(id, op));
         node.and_then(|node| node.input(1)).is_some_and(|weight| view.constant(weight).is_some())
     };
     let biased = |node: &Node| {
         let biased = node.inputs.iter().flatten().any(|id| view.constant(*id).is_some());
-        biased && node.inputs.iter().flatten().any(|id| product(*id))
+        biased && node.inputs.iter().flatten().any(|id| matmul(*id))
     };
-    product(id) || view.made_for_one(id, "Add").is_some_and(biased)
+    matmul(id) || view.made_for_one(id, "Add").is_some_and(biased)
 }
 
-/// Adds a node that undoes another on a value, before the node at a place.
+/// Inserts the inverse of a node on a value, before the node at an index.
 fn undone(view: &mut View<'_>, at: usize, node: &Node, id: ValueId) -> Option<ValueId> {
     let ty = view.ty(node.x()?).clone();
     let to = view.add_value(ty.clone());

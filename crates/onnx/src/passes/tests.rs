@@ -1,4 +1,5 @@
-//! Each pass on small graphs: it finds what it looks for, and the results stay the same, by Burn's operations and by our kernels.
+//! Tests of each pass on small graphs: it rewrites the pattern, and the results stay the same with
+//! Burn's operations and with our kernels.
 
 use burn::tensor::{Device, TensorData};
 use prost::Message;
@@ -24,7 +25,7 @@ impl Build {
         }
     }
 
-    /// Adds a node whose result has a name, and returns the name.
+    /// Adds a node, and returns the name of its output.
     fn node(&mut self, op: &str, inputs: &[&str], attributes: &[(&str, &[i64])]) -> String {
         let output = format!("{op}{}", self.graph.node.len());
         let attribute = |(name, values): &(&str, &[i64])| {
@@ -51,7 +52,7 @@ impl Build {
         output
     }
 
-    /// Adds a constant of these numbers, and returns its name.
+    /// Adds a constant, and returns its name.
     fn numbers(&mut self, shape: &[usize], values: Vec<f32>) -> String {
         let name = format!("c{}", self.graph.initializer.len());
         self.graph.initializer.push(TensorProto {
@@ -68,13 +69,13 @@ impl Build {
         self.numbers(&[], vec![value])
     }
 
-    /// Adds a constant of numbers from 0.2 to 1.2 that look random.
+    /// Adds a constant of pseudo-random numbers from 0.2 to 1.2.
     fn weights(&mut self, shape: &[usize]) -> String {
         let salt = self.graph.initializer.len() + 1;
         self.numbers(shape, noise(shape.iter().product(), salt))
     }
 
-    /// Adds a constant of bytes of a type.
+    /// Adds a constant of bytes with a dtype.
     fn bytes(&mut self, data_type: i32, shape: &[usize], values: &[u8]) -> String {
         let name = format!("c{}", self.graph.initializer.len());
         self.graph.initializer.push(TensorProto {
@@ -99,7 +100,7 @@ impl Build {
         name
     }
 
-    /// Checks that passes find something, and that they keep the results; returns the plan.
+    /// Checks that passes rewrite the graph and keep the results; returns the memory plan.
     fn check(mut self, output: &str, passes: &[&str]) -> Plan {
         self.graph.output.push(ValueInfoProto { name: output.to_owned(), r#type: None });
         let opset_import = vec![OperatorSetIdProto { domain: String::new(), version: 17 }];
@@ -303,10 +304,10 @@ fn convolutions_read_images_that_are_padded_doubled_or_joined() {
 fn a_product_of_reshaped_rows_and_its_residual_are_one_kernel() {
     // Attention of torch, whose rows are [positions, batch].
     let mut own = Build::new(&[2, 5, 12]);
-    let turned = own.node("Transpose", &["x"], &[("perm", &[1, 0, 2])]);
+    let transposed = own.node("Transpose", &["x"], &[("perm", &[1, 0, 2])]);
     let (heads, rows, whole) =
         (own.ints(&[5, 2, 3, 4]), own.ints(&[10, 12]), own.ints(&[5, 2, 12]));
-    let split = own.node("Reshape", &[&turned, &heads], &[]);
+    let split = own.node("Reshape", &[&transposed, &heads], &[]);
     let joined = own.node("Reshape", &[&split, &rows], &[]);
     let (weight, bias) = (own.weights(&[12, 12]), own.weights(&[12]));
     let product = own.node("Gemm", &[&joined, &weight, &bias], &[("transB", &[1])]);
@@ -324,10 +325,10 @@ fn means_of_pixels_and_norms_of_rank_3_run_on_the_kernels() {
     let mean = own.node("GlobalAveragePool", &[&image], &[]);
     let shape = own.ints(&[2, 4, 36]);
     let line = own.node("Reshape", &["x", &shape], &[]);
-    let (of, bias) = (own.numbers(&[2], vec![1.0; 2]), own.numbers(&[2], vec![0.0; 2]));
+    let (weight, bias) = (own.numbers(&[2], vec![1.0; 2]), own.numbers(&[2], vec![0.0; 2]));
     let (parts, back) = (own.ints(&[0, 2, -1]), own.ints(&[2, 4, 36]));
     let parts = own.node("Reshape", &[&line, &parts], &[]);
-    let normed = own.node("InstanceNormalization", &[&parts, &of, &bias], &[]);
+    let normed = own.node("InstanceNormalization", &[&parts, &weight, &bias], &[]);
     let normed = own.node("Reshape", &[&normed, &back], &[]);
     let (scale, shift) = (own.weights(&[4, 1]), own.weights(&[4, 1]));
     let scaled = own.node("Mul", &[&normed, &scale], &[]);
@@ -390,7 +391,7 @@ fn quantised_values_and_products_of_int8_are_found() {
     let x = own.node("DequantizeLinear", &[&q, &step, &middle], &[]);
     let w = own.node("DequantizeLinear", &[&signed, &scales], &[("axis", &[1])]);
     let y = own.node("MatMul", &[&x, &w], &[]);
-    // A product of integers, with zero points of both sides.
+    // A matmul of integers, with zero points on both sides.
     let a = own.node("QuantizeLinear", &["x", &step, &middle], &[]);
     let z = own.node("MatMulInteger", &[&a, &unsigned, &middle, &middle], &[]);
     let z = own.node("Cast", &[&z], &[("to", &[1])]);
@@ -407,8 +408,8 @@ fn a_chain_overwrites_what_dies_with_it() {
     // The chain is the last to read b; a lives on.
     let c = own.node("Sub", &[&b, &a], &[]);
     let c = own.node("Tanh", &[&c], &[]);
-    let turned = own.node("Transpose", &[&a], &[("perm", &[1, 0])]);
-    let d = own.node("MatMul", &[&c, &turned], &[]);
+    let transposed = own.node("Transpose", &[&a], &[("perm", &[1, 0])]);
+    let d = own.node("MatMul", &[&c, &transposed], &[]);
     let plan = own.check(&d, &["chain"]);
     // Two results [4, 8] live at once, and then d [4, 4].
     assert_eq!((plan.placed, plan.alive), (4, 2 * 128 + 64));

@@ -1,4 +1,4 @@
-//! A graph whose nodes know their neighbours.
+//! A graph with producers and readers of its values.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,13 @@ use crate::tensor::Constant;
 /// A graph that a pass reads and rewrites.
 pub(super) struct View<'a> {
     graph: &'a mut Graph,
-    /// Nodes by place; none where one was removed.
+    /// Nodes by index; None for removed nodes.
     nodes: Vec<Option<Node>>,
-    /// Nodes that come before the one at a place.
+    /// Nodes that are inserted before the node at an index.
     before: BTreeMap<usize, Vec<Node>>,
-    /// Place of the node that makes a value.
+    /// Index of the node that produces each value.
     makers: Vec<Option<usize>>,
-    /// Places of the nodes that read a value, once for each time.
+    /// Indices of the nodes that read each value, once per use.
     readers: Vec<Vec<usize>>,
 }
 
@@ -33,7 +33,7 @@ impl<'a> View<'a> {
         view
     }
 
-    /// Gives the nodes back to the graph, without those whose outputs nobody reads.
+    /// Returns the nodes to the graph, and removes unused ones.
     pub(super) fn finish(self) {
         let Self { graph, nodes, mut before, .. } = self;
         for (at, node) in nodes.into_iter().enumerate() {
@@ -43,34 +43,35 @@ impl<'a> View<'a> {
         graph.sweep();
     }
 
-    /// Number of places.
+    /// Returns the number of node indices.
     pub(super) fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Returns the node at a place, unless it is to stay as it is.
+    /// Returns the node at an index, unless passes must not rewrite it.
     pub(super) fn node(&self, at: usize) -> Option<&Node> {
         self.nodes.get(at)?.as_ref().filter(|node| !node.attributes.contains_key(KEPT))
     }
 
-    /// Returns the node at a place if it calls an operator.
+    /// Returns the node at an index if it calls an operator.
     pub(super) fn call(&self, at: usize, op: &str) -> Option<&Node> {
         self.node(at).filter(|node| node.op == op)
     }
 
-    /// Returns the place of the node that makes a value as its first output, if it calls an operator.
-    pub(super) fn place(&self, id: ValueId, op: &str) -> Option<usize> {
+    /// Returns the index of the node that produces a value as its first output, if it calls an
+    /// operator.
+    pub(super) fn producer_index(&self, id: ValueId, op: &str) -> Option<usize> {
         let at = self.makers[id]?;
         let node = self.call(at, op)?;
         (node.outputs.first() == Some(&Some(id))).then_some(at)
     }
 
-    /// Returns the node that makes a value as its first output, if it calls an operator.
+    /// Returns the node that produces a value as its first output, if it calls an operator.
     pub(super) fn made_by(&self, id: ValueId, op: &str) -> Option<&Node> {
-        self.node(self.place(id, op)?)
+        self.node(self.producer_index(id, op)?)
     }
 
-    /// Returns the node that makes a value for one reader only, if it calls an operator.
+    /// Returns the node that produces a value with a single reader, if it calls an operator.
     pub(super) fn made_for_one(&self, id: ValueId, op: &str) -> Option<&Node> {
         self.made_by(id, op).filter(|_| self.is_read_once(id))
     }
@@ -79,20 +80,20 @@ impl<'a> View<'a> {
         self.readers[id].len() == 1 && !self.graph.outputs.contains(&id)
     }
 
-    /// Returns the places of the nodes that read a value.
+    /// Returns the indices of the nodes that read a value.
     pub(super) fn readers(&self, id: ValueId) -> &[usize] {
         &self.readers[id]
     }
 
-    /// Returns true if a run returns the value.
+    /// Returns true for an output of the graph.
     pub(super) fn is_output(&self, id: ValueId) -> bool {
         self.graph.outputs.contains(&id)
     }
 
-    /// Returns the only node that reads a value, with its place.
+    /// Returns the only node that reads a value, with its index.
     pub(super) fn only_reader(&self, id: ValueId) -> Option<(usize, &Node)> {
         let at = *self.readers[id].first().filter(|_| self.is_read_once(id))?;
-        // A node that was inserted may read it, before the one at this place.
+        // The reader may be a node that was inserted before this index.
         Some((at, self.node(at).filter(|node| node.inputs.contains(&Some(id)))?))
     }
 
@@ -129,13 +130,13 @@ impl<'a> View<'a> {
         (!own.dtype.is_float()).then(|| own.data().iter::<i64>().collect())
     }
 
-    /// Returns the number that all elements of a constant are.
+    /// Returns the value of a constant with one element.
     pub(super) fn number(&self, id: ValueId) -> Option<f64> {
         let own = self.constant(id)?;
         if own.count() == 1 { own.data().iter::<f64>().next() } else { None }
     }
 
-    /// Returns the only value that is no number, and the number, of a node with two inputs in any order.
+    /// Splits the inputs of a binary node, in any order, into a value and a number.
     pub(super) fn with_number(&self, node: &Node) -> Option<(ValueId, f64)> {
         let [Some(one), Some(other)] = node.inputs[..] else { return None };
         match (self.number(one), self.number(other)) {
@@ -162,14 +163,14 @@ impl<'a> View<'a> {
         id
     }
 
-    /// Replaces the node at a place; its outputs stay.
+    /// Replaces the node at an index.
     pub(super) fn replace(&mut self, at: usize, node: Node) {
         self.remove(at);
         self.nodes[at] = Some(node);
         self.link(at);
     }
 
-    /// Removes the node at a place. Another must make its outputs, if they are read.
+    /// Removes the node at an index. If its outputs are read, another node must produce them.
     pub(super) fn remove(&mut self, at: usize) {
         let Some(node) = self.nodes[at].take() else { return };
         for id in node.inputs.iter().flatten() {
@@ -178,12 +179,12 @@ impl<'a> View<'a> {
             }
         }
         for id in node.outputs.iter().flatten() {
-            // Another node may make it by now.
+            // Another node may already produce it.
             self.makers[*id] = self.makers[*id].filter(|maker| *maker != at);
         }
     }
 
-    /// Adds a node that runs before the one at a place.
+    /// Inserts a node before the node at an index.
     pub(super) fn insert(&mut self, at: usize, node: Node) {
         for id in node.inputs.iter().flatten() {
             self.readers[*id].push(at);
@@ -191,7 +192,7 @@ impl<'a> View<'a> {
         self.before.entry(at).or_default().push(node);
     }
 
-    /// Lets the readers of one value read another that is the same.
+    /// Replaces a value by another one in all readers.
     pub(super) fn redirect(&mut self, from: ValueId, to: ValueId) {
         for at in std::mem::take(&mut self.readers[from]) {
             let Some(node) = &mut self.nodes[at] else { continue };
@@ -216,7 +217,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Returns a node of an operator, with the name and outputs of another.
+/// Returns a node with the name and outputs of another.
 pub(super) fn in_place_of(node: &Node, op: &str, inputs: Vec<Option<ValueId>>) -> Node {
     Node {
         name: node.name.clone(),

@@ -1,4 +1,5 @@
-//! Numbers for dimensions that have names; -1, by which some exporters mean any length, becomes no length.
+//! Sets the lengths of named dimensions. -1, which some exporters write for any length, becomes
+//! unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,11 +7,12 @@ use crate::OnnxError;
 use crate::error::invalid;
 use crate::proto::{GraphProto, Length, TensorTypeProto, TypeProto, TypeValue, ValueInfoProto};
 
-/// Replaces names by numbers in the types of inputs, outputs and values.
+/// Replaces dimension names by lengths in the types of inputs, outputs and values.
 ///
 /// # Errors
-/// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for another negative length.
-pub(super) fn fix(
+/// [`OnnxError::Dimension`] for a name that no input has; [`OnnxError::Invalid`] for other negative
+/// lengths.
+pub(super) fn set_lengths(
     graph: &mut GraphProto,
     numbers: &BTreeMap<String, u64>,
 ) -> Result<(), OnnxError> {
@@ -28,7 +30,7 @@ pub(super) fn fix(
     }
     let mut negative = None;
     for value in graph.input.iter_mut().chain(&mut graph.output).chain(&mut graph.value_info) {
-        let of = value.name.clone();
+        let name = value.name.clone();
         each(value, &mut |own| match own {
             Some(Length::Name(name)) => {
                 if let Some(number) = numbers.get(name) {
@@ -36,12 +38,14 @@ pub(super) fn fix(
                 }
             }
             Some(Length::Number(-1)) => *own = None,
-            Some(Length::Number(number)) if *number < 0 => negative = Some((of.clone(), *number)),
+            Some(Length::Number(number)) if *number < 0 => negative = Some((name.clone(), *number)),
             _ => {}
         });
     }
     match negative {
-        Some((name, number)) => Err(invalid(format!("a dimension of `{name}` is {number}"))),
+        Some((name, number)) => {
+            Err(invalid(format!("expected dimensions of 0 or more for `{name}`, got {number}")))
+        }
         None => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Local functions: each call becomes the nodes of the function.
+//! Inlines local functions: each call becomes the nodes of the function.
 
 use std::collections::HashMap;
 
@@ -12,17 +12,17 @@ type Key = (String, String, String);
 
 struct Inliner {
     functions: HashMap<Key, FunctionProto>,
-    /// Calls so far, to give each names of its own.
+    /// Calls so far, for unique names.
     calls: usize,
     /// Nodes so far.
     nodes: usize,
 }
 
-/// Replaces all calls of functions, and drops the functions.
+/// Inlines all calls of functions, and removes the functions.
 ///
 /// # Errors
-/// [`OnnxError::Invalid`] for a function that calls itself, has another version of operators than the model, or is called with
-/// too many values; [`OnnxError::Limit`].
+/// [`OnnxError::Invalid`] for a function that calls itself, has another opset than the model, or is
+/// called with too many values; [`OnnxError::Limit`].
 pub(super) fn inline(model: &mut ModelProto) -> Result<(), OnnxError> {
     let functions = std::mem::take(&mut model.functions);
     if functions.is_empty() {
@@ -31,11 +31,11 @@ pub(super) fn inline(model: &mut ModelProto) -> Result<(), OnnxError> {
     let opset = super::opset(model);
     for function in &functions {
         let own = function.opset_import.iter().find(|own| is_standard(&own.domain));
-        if own.is_some_and(|own| Some(own.version) != opset) {
-            return Err(invalid(format!(
-                "the function `{}` uses another version of ONNX's operators than the model",
-                function.name
-            )));
+        if let Some(own) = own.filter(|own| Some(own.version) != opset) {
+            let want = opset.map_or("none".to_owned(), |own| own.to_string());
+            let (name, have) = (&function.name, own.version);
+            let why = format!("expected the model's opset {want} in function `{name}`, got {have}");
+            return Err(invalid(why));
         }
         let add = |own: &&crate::proto::OperatorSetIdProto| {
             !model.opset_import.iter().any(|have| have.domain == own.domain)
@@ -84,7 +84,7 @@ impl Inliner {
     }
 }
 
-/// Returns the nodes of a function with the values and attributes of a call.
+/// Returns the nodes of a function, with the values and attributes of a call.
 fn body(
     function: &FunctionProto,
     call: &NodeProto,
@@ -92,8 +92,11 @@ fn body(
 ) -> Result<Vec<NodeProto>, OnnxError> {
     let counts = [(&call.input, &function.input), (&call.output, &function.output)];
     if counts.iter().any(|(given, takes)| given.len() > takes.len()) {
+        let [(inputs, max_inputs), (outputs, max_outputs)] =
+            counts.map(|(given, takes)| (given.len(), takes.len()));
         return Err(invalid(format!(
-            "a call of the function `{}` has too many values",
+            "expected at most {max_inputs} inputs and {max_outputs} outputs in a call of function `{}`, \
+             got {inputs} and {outputs}",
             function.name
         )));
     }
@@ -105,7 +108,7 @@ fn body(
     for (own, given) in
         function.output.iter().zip(&call.output).filter(|(_, given)| !given.is_empty())
     {
-        // An input that is returned as it came needs a node of its own.
+        // An input that is also an output needs an `Identity`.
         names.entry(own.clone()).or_insert_with(|| given.clone());
     }
     let mut nodes = function.node.clone();
@@ -128,7 +131,7 @@ fn body(
     Ok(nodes)
 }
 
-/// Gives the values of a node, and of its graphs, the names of the caller, or names of their own.
+/// Renames the values of a node and its subgraphs to the names of the caller, or to unique names.
 fn rename(node: &mut NodeProto, names: &HashMap<String, String>, prefix: &str) {
     let renamed = |own: &mut String| match names.get(own.as_str()) {
         _ if own.is_empty() => {}
@@ -145,7 +148,8 @@ fn rename(node: &mut NodeProto, names: &HashMap<String, String>, prefix: &str) {
     }
 }
 
-/// Takes the attributes that refer to those of the call; without a value or a default they are left out.
+/// Resolves attributes that refer to attributes of the call. References without a value or default
+/// are removed.
 fn fill(node: &mut NodeProto, function: &FunctionProto, call: &NodeProto) {
     let given = |name: &str| -> Option<&AttributeProto> {
         let named = |own: &&AttributeProto| own.name == name;

@@ -1,4 +1,5 @@
-//! Rewrites of a model before it is read as a graph: functions are inlined, named dimensions become numbers, nodes are sorted.
+//! Prepares a model before it is read as a graph: inlines functions, sets named dimensions, sorts
+//! nodes.
 
 mod dimensions;
 mod functions;
@@ -10,14 +11,14 @@ use crate::OnnxError;
 use crate::error::invalid;
 use crate::proto::{GraphProto, ModelProto, NodeProto};
 
-/// Versions of the operators of ONNX that are known.
+/// Oldest and newest supported opset of `ai.onnx`.
 const OPSETS: [i64; 2] = [1, 27];
-/// Most nodes of a model after its functions are inlined.
+/// Maximum nodes of a model after inlining.
 const MAX_NODES: usize = 1_000_000;
-/// Most graphs and functions within each other.
+/// Maximum nesting depth of graphs and functions.
 const MAX_DEPTH: usize = 32;
 
-/// Rewrites a model: `dimensions` are numbers for dimensions that have names.
+/// Prepares a model. `dimensions` are lengths of named dimensions.
 pub(crate) fn prepare(
     model: &mut ModelProto,
     dimensions: &BTreeMap<String, u64>,
@@ -26,16 +27,16 @@ pub(crate) fn prepare(
     functions::inline(model)?;
     let graph = model.graph.as_mut().expect("decoded with a graph");
     check_size(graph)?;
-    dimensions::fix(graph, dimensions)?;
+    dimensions::set_lengths(graph, dimensions)?;
     scopes::sort(graph)
 }
 
-/// Returns true for the domain of ONNX's own operators, which has two names.
+/// Returns true for the domain `ai.onnx`, which has two names.
 pub(crate) fn is_standard(domain: &str) -> bool {
     matches!(domain, "" | "ai.onnx")
 }
 
-/// Returns the version of ONNX's own operators.
+/// Returns the opset of the domain `ai.onnx`.
 pub(crate) fn opset(model: &ModelProto) -> Option<i64> {
     let own = model.opset_import.iter().find(|own| is_standard(&own.domain));
     own.map(|own| own.version)
@@ -48,9 +49,7 @@ fn check_opsets(model: &ModelProto) -> Result<(), OnnxError> {
             Err(OnnxError::Opset { domain: "ai.onnx".to_owned(), version, least, most })
         }
         Some(_) => Ok(()),
-        None if model.opset_import.is_empty() => {
-            Err(invalid("it names no version of the operators that it uses"))
-        }
+        None if model.opset_import.is_empty() => Err(invalid("it imports no opset")),
         None => Ok(()),
     }
 }
@@ -63,7 +62,7 @@ fn graphs_of(node: &mut NodeProto) -> impl Iterator<Item = &mut GraphProto> {
 fn check_size(graph: &mut GraphProto) -> Result<(), OnnxError> {
     fn count(graph: &mut GraphProto, depth: usize) -> Result<usize, OnnxError> {
         if depth > MAX_DEPTH {
-            let what = "graphs within each other";
+            let what = "levels of nested graphs";
             return Err(OnnxError::Limit { what, have: depth, most: MAX_DEPTH });
         }
         let mut all = graph.node.len();

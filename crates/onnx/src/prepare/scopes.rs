@@ -1,4 +1,4 @@
-//! Names of values, and the order of nodes.
+//! Checks names of values, and sorts nodes.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -7,15 +7,15 @@ use crate::OnnxError;
 use crate::error::invalid;
 use crate::proto::{GraphProto, NodeProto};
 
-/// Sorts the nodes of a graph, and of those within it, so that each follows the nodes whose results it reads.
+/// Sorts the nodes of a graph and its subgraphs topologically.
 ///
 /// # Errors
-/// [`OnnxError::Invalid`] for a value that two nodes make, that no node makes, or that needs itself.
+/// [`OnnxError::Invalid`] for a duplicate value name, an undefined value, or a cycle.
 pub(super) fn sort(graph: &mut GraphProto) -> Result<(), OnnxError> {
     sort_within(graph, &mut Vec::new())
 }
 
-/// `outer` has the values that each graph around this one has so far.
+/// Sorts one graph. `outer` has the values that each outer graph defines so far.
 fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Result<(), OnnxError> {
     let given: HashSet<String> = graph
         .input
@@ -30,14 +30,14 @@ fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Resu
     for names in [inputs, constants] {
         let mut seen = HashSet::new();
         if let Some(name) = names.into_iter().find(|name| !seen.insert(*name)) {
-            return Err(invalid(format!("two values are named `{name}`")));
+            return Err(invalid(format!("expected unique value names, got `{name}` twice")));
         }
     }
     let mut makers = HashMap::new();
     for (at, node) in graph.node.iter().enumerate() {
         for name in node.output.iter().filter(|name| !name.is_empty()) {
             if given.contains(name) || makers.insert(name.clone(), at).is_some() {
-                return Err(invalid(format!("two values are named `{name}`")));
+                return Err(invalid(format!("expected unique value names, got `{name}` twice")));
             }
         }
     }
@@ -57,12 +57,12 @@ fn sort_within(graph: &mut GraphProto, outer: &mut Vec<HashSet<String>>) -> Resu
     let missing = missing.map(|own| own.name.clone());
     outer.pop();
     match missing {
-        Some(name) => Err(invalid(format!("nothing makes the output `{name}`"))),
+        Some(name) => Err(invalid(format!("no node computes output `{name}`"))),
         None => Ok(()),
     }
 }
 
-/// Returns the order of nodes: that of the file, where it is possible.
+/// Returns the topological order of nodes that is closest to the file.
 fn order(
     nodes: &[NodeProto],
     makers: &HashMap<String, usize>,
@@ -81,8 +81,14 @@ fn order(
                 }
                 None if outer.iter().any(|own| own.contains(name)) => {}
                 None => {
-                    let node = if node.name.is_empty() { &node.op_type } else { &node.name };
-                    return Err(invalid(format!("nothing makes `{name}`, which `{node}` reads")));
+                    let op = &node.op_type;
+                    let reader = match node.name.as_str() {
+                        "" => op.clone(),
+                        node => format!("{op} `{node}`"),
+                    };
+                    return Err(invalid(format!(
+                        "{reader} reads `{name}`, which no node computes"
+                    )));
                 }
             }
         }
@@ -102,13 +108,13 @@ fn order(
     match (0..nodes.len()).find(|at| waits[*at] > 0) {
         Some(at) => {
             let name = nodes[at].output.first().map_or("", String::as_str);
-            Err(invalid(format!("the value `{name}` needs itself")))
+            Err(invalid(format!("the graph has a cycle: `{name}` depends on itself")))
         }
         None => Ok(order),
     }
 }
 
-/// Adds the names that a node reads from outside of its own graphs.
+/// Adds the names that a node and its subgraphs read from outside.
 fn read_by<'a>(node: &'a NodeProto, inner: &mut HashSet<&'a str>, names: &mut Vec<&'a str>) {
     let free = |name: &&String| !name.is_empty();
     names.extend(

@@ -117,7 +117,7 @@ fn a_loop_without_end_is_an_error() {
         let model = open(&model, folder.path(), &[]).unwrap();
         let x = TensorData::new(vec![1f32, -2.0], [1, 2]);
         let why = model.run(vec![x]).unwrap_err().to_string();
-        assert!(why.contains("has not ended after 1000000 iterations"), "{why}");
+        assert!(why.contains("did not end within 1000000 iterations"), "{why}");
     }
 }
 

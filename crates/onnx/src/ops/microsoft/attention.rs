@@ -1,7 +1,7 @@
-//! Attention operators of ONNX Runtime: projections, rotary embeddings and caches of keys come with them.
+//! Attention operators of ONNX Runtime, with projections, RoPE and KV caches.
 //!
-//! Masks are 0 where a key is hidden. A hidden key gets the number `mask_filter_value`, and not -∞, on its score: a query whose keys
-//! are all hidden gives their mean.
+//! Masks are 0 for masked keys. `mask_filter_value`, not -∞, is added to the score of a masked key:
+//! if all keys are masked, the query attends to all of them.
 
 use std::sync::Arc;
 
@@ -10,33 +10,33 @@ use burn::backend::ops::BoolTensorOps;
 use burn::tensor::{DType, TensorData};
 
 use super::super::attention::{Heads, Scoring, attend, joined, seen, split, whole, with_past};
-use super::super::fused::{Finish, projected};
+use super::super::fused::{LinearEpilogue, project};
 use super::super::norm::{normed, scaled};
-use super::super::sequence::{Turn, turned};
+use super::super::sequence::{Angles, rotate};
 use super::super::{Call, Inputs, Run};
 use crate::array::{Array, Order, scalar_of};
 
-/// `Attention`: one product gives q, k and v.
+/// Reads `Attention`: one matmul computes q, k and v.
 pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
-    let own = Common::of(call)?;
+    let own = Common::from_call(call)?;
     if call.flag("do_rotary") || call.flag("past_present_share_buffer") {
-        return Err("rotary embeddings and shared caches are not supported".to_owned());
+        return Err("do_rotary and past_present_share_buffer are not supported".to_owned());
     }
     let widths = call.ints("qkv_hidden_sizes").map(<[i64]>::to_vec);
     let ours = call.has_kernels();
     Ok(Box::new(move |inputs| {
-        let finish = Finish { bias: inputs.maybe(2), ..Finish::default() };
-        let all = projected(inputs.ctx, ours, inputs.get(0)?, inputs.get(1)?, finish)?;
+        let epilogue = LinearEpilogue { bias: inputs.maybe(2), ..LinearEpilogue::default() };
+        let all = project(inputs.ctx, ours, inputs.get(0)?, inputs.get(1)?, epilogue)?;
         let width = all.shape()[2];
         let ends = match widths.as_deref() {
             Some(&[q, k, v]) if [q, k, v].iter().all(|own| *own > 0) => {
                 [0, q as usize, (q + k) as usize, (q + k + v) as usize]
             }
             None => [0, width / 3, width / 3 * 2, width],
-            Some(_) => return Err("qkv_hidden_sizes are not three widths".to_owned()),
+            Some(_) => return Err("expected three positive qkv_hidden_sizes".to_owned()),
         };
         if ends[3] != width {
-            return Err(format!("widths of {} do not make {width}", ends[3]));
+            return Err(format!("expected qkv_hidden_sizes with the sum {width}, got {}", ends[3]));
         }
         let part = |at: usize| split(all.clone().narrow(2, ends[at], ends[at + 1]), own.heads);
         let [q, k, v] = [part(0)?, part(1)?, part(2)?];
@@ -53,14 +53,16 @@ pub(super) fn merged(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// `MultiHeadAttention`: q, k and v are given, apart or packed.
+/// Reads `MultiHeadAttention`: q, k and v are separate or packed inputs.
 pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
-    let own = Common::of(call)?;
+    let own = Common::from_call(call)?;
     if call.has_input(8) || call.has_input(9) {
-        return Err("shared caches and beams are not supported".to_owned());
+        return Err(
+            "inputs past_sequence_length and cache_indirection are not supported".to_owned()
+        );
     }
     if call.outputs() > 3 {
-        return Err("its scores are not supported".to_owned());
+        return Err("output qk is not supported".to_owned());
     }
     Ok(Box::new(move |inputs| {
         let (q, k, v) = (inputs.get(0)?, inputs.maybe(1), inputs.maybe(2));
@@ -76,9 +78,9 @@ pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
             (5, None, None) => [part(&q, 0), part(&q, 1), part(&q, 2)],
             (3, Some(k), None) if k.rank() == 5 => [heads(q)?, part(&k, 0), part(&k, 1)],
             (3, Some(k), Some(v)) => [heads(q)?, heads(k)?, heads(v)?],
-            _ => return Err("q, k and v have no layout that is known".to_owned()),
+            _ => return Err("expected q, k and v of rank 3, or packed heads of rank 5".to_owned()),
         };
-        // One bias for all. Keys that are given by heads have theirs.
+        // One bias for q, k and v. Keys of rank 4 already include it.
         let bias = inputs.maybe(3);
         let width = q.shape()[1] * q.shape()[3];
         let with_bias = |x: Array, from: usize| match &bias {
@@ -100,18 +102,18 @@ pub(super) fn multi_head(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// Attributes of `Attention` and `MultiHeadAttention`.
+/// Common attributes of `Attention` and `MultiHeadAttention`.
 struct Common {
     heads: usize,
     causal: bool,
-    /// A number that hides a key.
+    /// Score of masked keys.
     filter: f64,
     presents: bool,
     scoring: Scoring,
 }
 
 impl Common {
-    fn of(call: &Call<'_>) -> Result<Arc<Self>, String> {
+    fn from_call(call: &Call<'_>) -> Result<Arc<Self>, String> {
         Ok(Arc::new(Self {
             heads: count(call, "num_heads")?,
             causal: call.flag("unidirectional"),
@@ -121,7 +123,7 @@ impl Common {
         }))
     }
 
-    /// Returns the result `[batch, positions, width]`, and keys and values with those of the past.
+    /// Returns the result `[batch, positions, width]`, and the present keys and values.
     fn run(
         &self,
         inputs: &Inputs<'_>,
@@ -145,7 +147,7 @@ impl Common {
         Ok((joined(attend(inputs.ctx, heads, scoring)?.0), [k, v]))
     }
 
-    /// Returns a mask as numbers to add to scores.
+    /// Converts a mask to an additive one.
     fn filtered(
         &self,
         mask: Array,
@@ -163,7 +165,7 @@ impl Common {
                 let inside = ends(0).compared(place.clone(), Order::Greater);
                 match count == batch {
                     true => inside,
-                    // Padding on the left: the places where sequences begin follow.
+                    // Left padding: the start positions of the sequences follow.
                     false => {
                         let begun = place.compared(ends(batch), Order::GreaterOrEqual);
                         inside.bools(begun, Dispatch::bool_and)
@@ -190,9 +192,9 @@ impl Common {
     }
 }
 
-/// `GroupQueryAttention`: a cache, rotary embeddings, and sequences of different lengths.
+/// Reads `GroupQueryAttention`, with a KV cache, RoPE and sequences of different lengths.
 pub(super) fn grouped_query(call: &Call<'_>) -> Result<Run, String> {
-    let own = Arc::new(Grouped::of(call)?);
+    let own = Arc::new(Grouped::from_call(call)?);
     Ok(Box::new(move |inputs| own.run(inputs)))
 }
 
@@ -203,22 +205,22 @@ struct Grouped {
     window: Option<usize>,
     rotary: bool,
     pairs: bool,
-    /// The shares leave room for a score of 0.
+    /// Smooth softmax: an additional score of 0 without a value.
     smooth: bool,
-    /// ε of the norms of q and k.
+    /// Epsilon of the norms of q and k.
     epsilon: f64,
     scoring: Scoring,
 }
 
 impl Grouped {
-    fn of(call: &Call<'_>) -> Result<Self, String> {
+    fn from_call(call: &Call<'_>) -> Result<Self, String> {
         for name in ["k_quant_type", "v_quant_type"] {
             if call.text(name).is_some_and(|own| own != "NONE") {
-                return Err("a quantised cache is not supported".to_owned());
+                return Err(format!("{name} other than NONE is not supported"));
             }
         }
         if call.flag("sliding_window_cache") || call.flag("qk_output") {
-            return Err("caches that slide, and scores as a result, are not supported".to_owned());
+            return Err("sliding_window_cache and qk_output are not supported".to_owned());
         }
         Ok(Self {
             heads: count(call, "num_heads")?,
@@ -242,12 +244,12 @@ impl Grouped {
         let ends = inputs.get(5)?.ints()?;
         let most = inputs.get(6)?.lengths()?;
         let (Some(&total), true) = (most.first(), ends.len() == batch) else {
-            return Err("the lengths of sequences are missing".to_owned());
+            return Err(format!("expected {batch} seqlens_k and a total_sequence_length"));
         };
         if total < rows {
-            return Err(format!("{total} keys are fewer than the {rows} new ones"));
+            return Err(format!("expected a total_sequence_length of {rows} or more, got {total}"));
         }
-        // Keys of each sequence, with the new ones; and where these begin.
+        // Length of each sequence including new keys, and the position of the first new key.
         let ends: Vec<usize> = ends.into_iter().map(|own| (own + 1).max(0) as usize).collect();
         let first = rows == total;
         let starts: Vec<usize> =
@@ -271,12 +273,15 @@ impl Grouped {
             let (cos, sin) = (inputs.get(7)?, inputs.get(8)?);
             let (places_of_table, half) = (cos.shape()[0], cos.shape()[1]);
             if total > places_of_table {
-                return Err(format!("the table of angles has no place {}", total - 1));
+                return Err(format!(
+                    "expected cos_cache of {total} positions, got {places_of_table}"
+                ));
             }
             let table = |own: Array| own.select(0, places.clone()).reshape(&[batch, rows, 1, half]);
-            let turn = Turn { cos: table(cos), sin: table(sin), pairs: self.pairs };
-            let by_place =
-                |x: Array| turned(x.permute(&[0, 2, 1, 3]), &turn, 2 * half).permute(&[0, 2, 1, 3]);
+            let angles = Angles { cos: table(cos), sin: table(sin), pairs: self.pairs };
+            let by_place = |x: Array| {
+                rotate(x.permute(&[0, 2, 1, 3]), &angles, 2 * half).permute(&[0, 2, 1, 3])
+            };
             (q, k) = (by_place(q), by_place(k));
         }
         let present = [
@@ -309,7 +314,7 @@ impl Grouped {
         Ok(vec![joined(out), k, v])
     }
 
-    /// Returns q, k and v by heads, from three inputs or from a packed one.
+    /// Returns q, k and v split into heads, from three inputs or a packed one.
     fn heads(&self, inputs: &Inputs<'_>) -> Result<[Array; 3], String> {
         let q = inputs.get(0)?;
         if let (Some(k), Some(v)) = (inputs.maybe(1), inputs.maybe(2)) {
@@ -321,8 +326,9 @@ impl Grouped {
     }
 }
 
-/// Writes new keys `[batch, heads, rows, size]` into a cache, from a place of each sequence. The result has `total` places, or those of
-/// the cache if it has more; those after the new keys are 0.
+/// Writes new keys `[batch, heads, rows, size]` into a cache, at a start position per sequence. The
+/// result has `total` positions, or those of the cache if it has more; positions after the new keys
+/// are 0.
 fn cached(
     past: Option<Array>,
     new: Array,
@@ -336,7 +342,7 @@ fn cached(
     let one = |each: std::ops::Range<usize>, start: usize| {
         if start > have || start + rows > places {
             return Err(format!(
-                "{rows} keys from place {start} do not fit in a cache of {have} for {total}"
+                "expected {rows} keys after at most {have} cached ones, got start {start} of {places}"
             ));
         }
         let own = |x: &Array| x.clone().narrow(0, each.start, each.end);
@@ -360,10 +366,10 @@ fn cached(
     Ok(Array::concat(each.collect::<Result<_, _>>()?, 0))
 }
 
-/// `RotaryEmbedding`, whose places come before its tables. One place is that of the first position.
+/// Reads `RotaryEmbedding`. A single position id is that of the first position.
 pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
     if call.flag("is_packed_batching") || call.float("scale").is_some_and(|own| own != 1.0) {
-        return Err("packed sequences and a scale are not supported".to_owned());
+        return Err("is_packed_batching and scale are not supported".to_owned());
     }
     let pairs = call.flag("interleaved");
     let heads = call.int("num_heads").unwrap_or(0) as usize;
@@ -376,11 +382,13 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
             [batch, rows, width] => {
                 let heads = if heads > 0 { heads } else { width / (2 * half).max(1) };
                 if heads == 0 || width % heads != 0 {
-                    return Err(format!("{heads} heads do not divide {width} numbers"));
+                    return Err(format!(
+                        "expected a hidden size divisible by {heads} heads, got {width}"
+                    ));
                 }
                 x.reshape(&[batch, rows, heads, width / heads])
             }
-            _ => return Err("x has no heads".to_owned()),
+            _ => return Err(format!("expected x of rank 3 or 4, got shape {shape:?}")),
         };
         let (batch, rows) = (x.shape()[0], x.shape()[1]);
         let places = inputs.get(1)?;
@@ -391,18 +399,19 @@ pub(super) fn rotary(call: &Call<'_>) -> Result<Run, String> {
             false => {
                 let from = places.lengths()?.first().copied().unwrap_or(0);
                 if from + rows > own.shape()[0] {
-                    return Err(format!("the table has no place {}", from + rows - 1));
+                    let (want, have) = (from + rows, own.shape()[0]);
+                    return Err(format!("expected a table of {want} positions, got {have}"));
                 }
                 Ok(own.narrow(0, from, from + rows).reshape(&[1, rows, 1, half]))
             }
         };
-        let turn = Turn { cos: table(cos)?, sin: table(sin)?, pairs };
-        let out = turned(x, &turn, 2 * half);
+        let angles = Angles { cos: table(cos)?, sin: table(sin)?, pairs };
+        let out = rotate(x, &angles, 2 * half);
         Ok(vec![if by_heads { out.permute(&[0, 2, 1, 3]) } else { out.reshape(&shape) }])
     }))
 }
 
-/// Returns what a call says of its scores. A scale of 0 is none.
+/// Returns the score options of a node. A scale of 0 means the default.
 fn scoring(call: &Call<'_>) -> Scoring {
     let own = Scoring::new(call);
     Scoring { scale: own.scale.filter(|own| *own != 0.0), ..own }
@@ -410,5 +419,5 @@ fn scoring(call: &Call<'_>) -> Scoring {
 
 fn count(call: &Call<'_>, name: &str) -> Result<usize, String> {
     let own = call.int(name).and_then(|own| usize::try_from(own).ok()).filter(|own| *own > 0);
-    own.ok_or_else(|| format!("it has no {name}"))
+    own.ok_or_else(|| format!("expected attribute `{name}` of 1 or more"))
 }

@@ -1,6 +1,6 @@
-//! Operators of the domain `com.microsoft`, which ONNX Runtime's optimiser and exporters write.
+//! Operators of the domain `com.microsoft`, which ONNX Runtime's optimiser and exporters create.
 //!
-//! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels where the text is silent.
+//! Source: ContribOperators.md of ONNX Runtime 1.22, and its CPU kernels for details that it omits.
 
 mod attention;
 pub(crate) mod packed;
@@ -10,14 +10,14 @@ use burn::backend::ops::ActivationOps;
 use ops::{Activation, Constant};
 
 use super::fused::{Convolution, Operands, activated};
-use super::linear::product;
+use super::linear::matmul;
 use super::norm::{grouped, normed, scaled};
 use super::windows::Windows;
 use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
 pub(super) fn read(call: &Call<'_>) -> Read {
-    // Files also have the simplified norm without its domain.
+    // Some files have the simplified norm without its domain.
     let op = match call.op() {
         "SimplifiedLayerNormalization" => "SimplifiedLayerNormalization",
         own => own.strip_prefix("com.microsoft::")?,
@@ -47,7 +47,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 Ok(vec![x.times(gate)])
             })
         }
-        "FusedMatMul" | "TransposeMatMul" => multiplied(call),
+        "FusedMatMul" | "TransposeMatMul" => fused_matmul(call),
         "FusedGemm" => return Some(gemm(call)),
         "FusedConv" | "NhwcConv" | "NhwcFusedConv" => return Some(conv(call, op)),
         "GroupNorm" => group_norm(call, false),
@@ -61,7 +61,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
     }))
 }
 
-/// `x / √(mean of squares + ε) · scale`.
+/// Computes `x / √(mean of squares + ε) · scale`.
 fn simplified(call: &Call<'_>) -> Run {
     let (first, epsilon) = (call.int("axis").unwrap_or(-1), call.float("epsilon").unwrap_or(1e-5));
     Box::new(move |inputs| {
@@ -72,7 +72,7 @@ fn simplified(call: &Call<'_>) -> Run {
     })
 }
 
-/// The norm of `input + skip + bias`, and this sum as the fourth result.
+/// Computes the norm of `input + skip + bias`, and this sum as the fourth output.
 fn skip(call: &Call<'_>, centred: bool) -> Run {
     let epsilon = call.float("epsilon").unwrap_or(1e-12);
     Box::new(move |inputs| {
@@ -93,10 +93,11 @@ fn skip(call: &Call<'_>, centred: bool) -> Run {
     })
 }
 
-/// `α · op(A) · op(B)`, where each may be transposed in its last two dimensions, or in its first and its second to last.
-fn multiplied(call: &Call<'_>) -> Run {
+/// Computes `α · op(A) · op(B)`. `op` may transpose the last two dimensions, and move the batch
+/// dimensions.
+fn fused_matmul(call: &Call<'_>) -> Run {
     let alpha = call.float("alpha").unwrap_or(1.0);
-    let turned = [call.flag("transA"), call.flag("transB")];
+    let transposed = [call.flag("transA"), call.flag("transB")];
     let batched = [call.flag("transBatchA"), call.flag("transBatchB")];
     Box::new(move |inputs| {
         let [a, b] = [0, 1].map(|at| {
@@ -108,18 +109,18 @@ fn multiplied(call: &Call<'_>) -> Run {
                 let first = order.remove(0);
                 order.insert(rank - 2, first);
             }
-            if turned[at] && rank > 1 {
+            if transposed[at] && rank > 1 {
                 order.swap(rank - 1, rank - 2);
             }
             Ok::<_, String>(own.permute(&order))
         });
-        let out = product(inputs.ctx, a?, b?)?;
+        let out = matmul(inputs.ctx, a?, b?)?;
         Ok(vec![if alpha == 1.0 { out } else { out.times_number(alpha) }])
     })
 }
 
-/// Returns the activation of a fused operator, by name and numbers.
-fn of_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, String> {
+/// Returns the activation of a fused operator, by name and parameters.
+fn activation_by_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, String> {
     let number = |at: usize, usual: f32| Constant::new(numbers.get(at).copied().unwrap_or(usual));
     Ok(Some(match call.text("activation").unwrap_or_default() {
         "" => return Ok(None),
@@ -134,23 +135,23 @@ fn of_name(call: &Call<'_>, numbers: &[f32]) -> Result<Option<Activation>, Strin
         "Gelu" => Activation::Gelu,
         "Silu" | "Swish" => Activation::Silu,
         "HardSwish" => Activation::HardSwish,
-        other => return Err(format!("the activation {other} is not supported")),
+        other => return Err(format!("activation `{other}` is not supported")),
     }))
 }
 
 fn gemm(call: &Call<'_>) -> Result<Run, String> {
     let number = |name: &str, usual: f64| call.float(name).unwrap_or(usual);
     let (alpha, beta) = (number("alpha", 1.0), number("beta", 1.0));
-    let turned = [call.flag("transA"), call.flag("transB")];
+    let transposed = [call.flag("transA"), call.flag("transB")];
     let slope = [call.float("activation_alpha"), call.float("activation_beta")];
     let numbers: Vec<f32> = slope.into_iter().flatten().map(|own| own as f32).collect();
-    let activation = of_name(call, &numbers)?;
+    let activation = activation_by_name(call, &numbers)?;
     Ok(Box::new(move |inputs| {
         let [a, b] = [0, 1].map(|at| {
             let own = inputs.get(at)?;
-            Ok::<_, String>(if turned[at] { own.permute(&[1, 0]) } else { own })
+            Ok::<_, String>(if transposed[at] { own.permute(&[1, 0]) } else { own })
         });
-        let mut out = product(inputs.ctx, a?, b?)?.times_number(alpha);
+        let mut out = matmul(inputs.ctx, a?, b?)?.times_number(alpha);
         if let Some(c) = inputs.maybe(2) {
             out = out.plus(c.times_number(beta));
         }
@@ -158,13 +159,13 @@ fn gemm(call: &Call<'_>) -> Result<Run, String> {
     }))
 }
 
-/// `activation(x ∗ w + bias + z)`. The layouts of two operators have channels last: `NhwcFusedConv` in its images, `NhwcConv` also in
-/// its filters.
+/// Computes `activation(x ∗ w + bias + z)`. Images of `NhwcFusedConv` are NHWC; `NhwcConv` also has
+/// channels-last filters.
 fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
     let (last, filters_last) = (op != "FusedConv", op == "NhwcConv");
     let own = Convolution {
-        windows: Windows::of(call)?,
-        activation: of_name(call, call.floats("activation_params").unwrap_or(&[]))?,
+        windows: Windows::from_call(call)?,
+        activation: activation_by_name(call, call.floats("activation_params").unwrap_or(&[]))?,
         last: call.has_input(3),
         doubled: false,
         ours: call.has_kernels(),
@@ -193,7 +194,8 @@ fn conv(call: &Call<'_>, op: &str) -> Result<Run, String> {
     }))
 }
 
-/// A group norm, with SiLU if the activation is 1; with `skip` of the sum of x, skip and bias, which is the second result.
+/// Computes a group norm, then SiLU if the activation is 1. With `skip`, its input is x + skip +
+/// bias, which is the second output.
 fn group_norm(call: &Call<'_>, skip: bool) -> Run {
     let groups = call.int("groups").unwrap_or(32) as usize;
     let epsilon = call.float("epsilon").unwrap_or(1e-5);

@@ -1,13 +1,14 @@
-//! Products with matrices in 2, 4 or 8 bits: `MatMulNBits`.
+//! Matmuls with weights of 2, 4 or 8 bits: `MatMulNBits`.
 //!
 //! ```text
 //! w[n, k] = scale[n, k / block] · (code[n, k] - zero[n, k / block])      out = x · wᵀ + bias
 //! ```
 //!
-//! Codes of one block follow each other, the first in the low bits of its byte. Without zero points all are the middle of the range.
+//! Quantised values of a block are consecutive, the first in the low bits of a byte. The default
+//! zero point is the middle of the range.
 //!
-//! Codes of 4 bits with one zero point for all are those of our kernels for 4-bit weights, whose codebook is then the range of codes.
-//! Others become a dense matrix on the device, once.
+//! 4-bit weights with one zero point run on our kernels for 4-bit weights, with the range of values
+//! as codebook. Other weights are dequantised once on the device.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -17,21 +18,22 @@ use burn::tensor::{DType, TensorData};
 use ops::checkpoint::Encoded;
 use ops::{Block, Ctx, Epilogue, OpError, QuantizedWeight, Scales, Scheme, WeightFormat};
 
-use super::super::fused::{Finish, is_ours, projected, vector};
+use super::super::fused::{LinearEpilogue, is_ours, project, vector};
 use super::super::{Call, Run};
 use crate::array::Array;
 use crate::devices::Devices;
 use crate::graph::{Attribute, Node, Value};
 
-/// Inputs that must be constants, by their places.
+/// Inputs that must be constants, by their index.
 const PARTS: [(usize, &str); 3] = [(1, CODES), (2, SCALES), (3, ZEROS)];
 const CODES: &str = "flashover codes";
 const SCALES: &str = "flashover scales";
 const ZEROS: &str = "flashover zeros";
-/// Number of the matrix among all that this process has read.
+/// Unique number of the matrix in this process.
 const NUMBER: &str = "flashover number";
 
-/// Moves constants of a packed matrix from the inputs of a node to its attributes, so that they are not copied to a device as they are.
+/// Moves the constants of a packed weight from inputs to attributes, so that they are not copied to
+/// the device.
 pub(crate) fn hold(node: &mut Node, values: &[Value]) {
     if node.op != "com.microsoft::MatMulNBits" {
         return;
@@ -46,13 +48,13 @@ pub(crate) fn hold(node: &mut Node, values: &[Value]) {
     node.attributes.insert(NUMBER.to_owned(), Attribute::Int(next_number()));
 }
 
-/// Returns the number of another matrix among all that this process has read.
+/// Returns a number that is unique in this process.
 pub(crate) fn next_number() -> i64 {
     static READ: AtomicI64 = AtomicI64::new(0);
     READ.fetch_add(1, Ordering::Relaxed)
 }
 
-/// A matrix on a device.
+/// A weight on a device.
 #[derive(Clone)]
 pub(crate) enum Packed {
     Codes(Arc<QuantizedWeight>),
@@ -63,38 +65,39 @@ pub(crate) enum Packed {
 pub(super) fn read(call: &Call<'_>) -> Result<Run, String> {
     let count = |name: &str| {
         let own = call.int(name).and_then(|own| usize::try_from(own).ok()).filter(|own| *own > 0);
-        own.ok_or_else(|| format!("it has no {name}"))
+        own.ok_or_else(|| format!("expected attribute `{name}` of 1 or more"))
     };
     let (k, n, block) = (count("K")?, count("N")?, count("block_size")?);
     let bits = call.int("bits").unwrap_or(4);
     if ![2, 4, 8].contains(&bits) {
-        return Err(format!("codes of {bits} bits are not supported"));
+        return Err(format!("expected 2, 4 or 8 bits, got {bits}"));
     }
     if PARTS.iter().any(|(place, _)| call.has_input(*place)) {
-        return Err("a packed matrix that is no constant is not supported".to_owned());
+        return Err("expected constants as B, scales and zero_points".to_owned());
     }
     if call.has_input(4) {
-        return Err("blocks by an index are not supported".to_owned());
+        return Err("input g_idx is not supported".to_owned());
     }
-    let codes = call.tensor(CODES).ok_or("it has no codes")?;
-    let scales = call.tensor(SCALES).ok_or("it has no scales")?;
+    let codes = call.tensor(CODES).ok_or("input B is missing")?;
+    let scales = call.tensor(SCALES).ok_or("input scales is missing")?;
     let own = Matrix { k, n, block, bits: bits as usize, codes, scales, zeros: call.tensor(ZEROS) };
     own.checked()?;
-    let number = call.int(NUMBER).ok_or("it has no number")?;
+    let number = call.int(NUMBER).ok_or("the number of the matrix is missing")?;
     let devices = call.devices().clone();
     Ok(Box::new(move |inputs| {
         let (x, bias) = (inputs.get(0)?, inputs.maybe(5));
         let matrix = devices.packed((number, 0, x.dtype()), || {
             let shape = [own.n, own.k];
-            Packed::new(&devices, x.dtype(), shape, || own.as_four_bits(), || own.decoded())
+            Packed::new(&devices, x.dtype(), shape, || own.to_four_bits(), || own.decoded())
         })?;
         let ours = devices.has_kernels();
-        Ok(vec![multiplied(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?])
+        Ok(vec![packed_matmul(inputs.ctx, ours, matrix, x, [own.n, own.k], bias)?])
     }))
 }
 
 impl Packed {
-    /// Copies a matrix `[n, k]` to a device: its codes if our kernels multiply by them, and its numbers otherwise.
+    /// Copies a weight `[n, k]` to a device: quantised if our kernels support it, dequantised
+    /// otherwise.
     ///
     /// # Errors
     /// The device failed.
@@ -110,7 +113,7 @@ impl Packed {
             let device = burn::tensor::Device::new(devices.device.clone());
             match QuantizedWeight::from_host(&devices.ctx, &codes, &device) {
                 Ok(weight) => return Ok(Self::Codes(Arc::new(weight))),
-                // A shape that the kernels do not have.
+                // Our kernels do not support this shape.
                 Err(OpError::Weight(_)) => {}
                 Err(why) => return Err(why.to_string()),
             }
@@ -120,11 +123,11 @@ impl Packed {
     }
 }
 
-/// Multiplies rows `[.., k]` by a matrix `[n, k]`.
+/// Computes the matmul of x `[.., k]` with a weight `[n, k]`.
 ///
 /// # Errors
-/// The device failed; x has another depth.
-pub(crate) fn multiplied(
+/// The device failed; the last dimension of x is not k.
+pub(crate) fn packed_matmul(
     ctx: &Ctx,
     ours: bool,
     matrix: Packed,
@@ -134,15 +137,12 @@ pub(crate) fn multiplied(
 ) -> Result<Array, String> {
     let mut shape = x.shape();
     if shape.pop() != Some(k) {
-        return Err(format!(
-            "rows of {:?} cannot be multiplied by a matrix of depth {k}",
-            x.shape()
-        ));
+        return Err(format!("expected x with a last dimension of {k}, got shape {:?}", x.shape()));
     }
     match matrix {
         Packed::Dense(weight) => {
-            let finish = Finish { bias, ..Finish::default() };
-            projected(ctx, ours, x, (*weight).clone(), finish)
+            let epilogue = LinearEpilogue { bias, ..LinearEpilogue::default() };
+            project(ctx, ours, x, (*weight).clone(), epilogue)
         }
         Packed::Codes(weight) => {
             let rows = shape.iter().product();
@@ -150,12 +150,12 @@ pub(crate) fn multiplied(
             let out =
                 ops::quantized_linear(ctx, x.reshape(&[rows, k]).tensor::<2>(), &weight, epilogue);
             shape.push(n);
-            Ok(Array::of_tensor(out.map_err(|why| why.to_string())?).reshape(&shape))
+            Ok(Array::from_tensor(out.map_err(|why| why.to_string())?).reshape(&shape))
         }
     }
 }
 
-/// A packed matrix `[n, k]`.
+/// A packed weight `[n, k]`.
 struct Matrix {
     k: usize,
     n: usize,
@@ -171,7 +171,7 @@ impl Matrix {
         self.k.div_ceil(self.block)
     }
 
-    /// Bytes of packed zero points of a row.
+    /// Bytes of the packed zero points of a row.
     fn row(&self) -> usize {
         (self.blocks() * self.bits).div_ceil(8)
     }
@@ -188,11 +188,13 @@ impl Matrix {
             && zeros
         {
             true => Ok(()),
-            false => Err(format!("its codes, scales or zero points do not make [{n}, {k}]")),
+            false => {
+                Err(format!("B, scales or zero_points do not have the size of a weight [{n}, {k}]"))
+            }
         }
     }
 
-    /// Returns the code at a place of some bytes.
+    /// Returns the quantised value at an index.
     fn code(&self, bytes: &[u8], at: usize) -> f32 {
         let byte = bytes[at * self.bits / 8];
         let mask = if self.bits == 8 { 255 } else { (1u8 << self.bits) - 1 };
@@ -204,7 +206,7 @@ impl Matrix {
         let blocks = self.blocks();
         match &self.zeros {
             None => vec![(1 << (self.bits - 1)) as f32; self.n * blocks],
-            // Packed zero points begin a byte with each row; others are numbers.
+            // Packed zero points are aligned to bytes per row; others are one number each.
             Some(own) if own.dtype() == DType::U8 => {
                 let of_row = |row: &[u8]| (0..blocks).map(|at| self.code(row, at)).collect();
                 own.as_bytes()
@@ -216,8 +218,8 @@ impl Matrix {
         }
     }
 
-    /// Returns the matrix in the format of our kernels; none if they do not have it.
-    fn as_four_bits(&self) -> Option<Encoded<'static>> {
+    /// Returns the weight in the format of our kernels; None if they do not support it.
+    fn to_four_bits(&self) -> Option<Encoded<'static>> {
         let zeros = self.each_zero();
         let zero = *zeros.first()?;
         let block = u32::try_from(self.block).ok()?;
@@ -226,7 +228,7 @@ impl Matrix {
         if self.bits != 4 || !whole || zeros.iter().any(|own| *own != zero) {
             return None;
         }
-        // Ours have the first code in the high bits, and a codebook of numbers up to 1.
+        // Our format has the first value in the high bits, and a codebook of numbers up to 1.
         let codes = self.codes.as_bytes().iter().map(|own| own.rotate_left(4)).collect();
         let book = (0..16u8).flat_map(|code| ((f32::from(code) - zero) / 8.0).to_le_bytes());
         let absmax = self.scales.iter::<f32>().flat_map(|own| (8.0 * own).to_le_bytes());
@@ -243,7 +245,7 @@ impl Matrix {
         })
     }
 
-    /// Returns the numbers `[n, k]`.
+    /// Returns the dequantised weight `[n, k]`.
     fn decoded(&self) -> Vec<f32> {
         let (scales, zeros) = (self.scales.iter::<f32>().collect::<Vec<_>>(), self.each_zero());
         let (blocks, each) = (self.blocks(), self.block * self.bits / 8);

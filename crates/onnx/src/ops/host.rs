@@ -1,4 +1,4 @@
-//! Operators whose work is places in images and lists. They run on the host, in f64.
+//! Operators that run on the host in f64: Unique, AffineGrid, MaxUnpool, Col2Im and RoiAlign.
 
 use burn::tensor::{DType, TensorData};
 
@@ -36,7 +36,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
                 ratio: call.int("sampling_ratio").unwrap_or(0).max(0) as usize,
                 scale: call.float("spatial_scale").unwrap_or(1.0),
                 largest: call.text("mode") == Some("max"),
-                // Until opset 15 corners were not shifted.
+                // Until opset 15 coordinates were not shifted by half a pixel.
                 shift: match call.text("coordinate_transformation_mode") {
                     Some("output_half_pixel") => 0.0,
                     None if call.opset < 16 => 0.0,
@@ -54,7 +54,8 @@ fn numbers(values: Vec<f64>, shape: Vec<usize>, like: &Array) -> Array {
     Array::from_data(data, &like.device())
 }
 
-/// Distinct slices along an axis, or elements: themselves, the place of the first of each, the number of each, and how many.
+/// Returns distinct slices along an axis (or elements), their first indices, the inverse indices
+/// and the counts.
 fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Array>, String> {
     let x = inputs.get(0)?;
     let (x, at) = match at {
@@ -66,18 +67,18 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     };
     let shape = x.shape();
     let len = shape[at];
-    // Each slice as a line.
+    // Each slice as a row.
     let mut order = vec![at];
     order.extend((0..shape.len()).filter(|own| *own != at));
     let data = x.clone().permute(&order).to_data()?;
-    // Numbers in an order: whole ones are not rounded to floats.
+    // Integers are compared as integers, not as floats.
     let values: Vec<i128> = match data.dtype() {
         own if own.is_float() => data.iter::<f64>().map(|own| i128::from(ordered(own))).collect(),
         DType::U64 => data.iter::<u64>().map(i128::from).collect(),
         _ => data.iter::<i64>().map(i128::from).collect(),
     };
     let width = values.len().checked_div(len).unwrap_or(0);
-    let line = |of: usize| &values[of * width..(of + 1) * width];
+    let line = |row: usize| &values[row * width..(row + 1) * width];
     let compare = |one: &usize, other: &usize| line(*one).cmp(line(*other)).then(one.cmp(other));
     let mut all: Vec<usize> = (0..len).collect();
     all.sort_by(compare);
@@ -105,19 +106,22 @@ fn unique(inputs: &Inputs<'_>, at: Option<i64>, sorted: bool) -> Result<Vec<Arra
     Ok(vec![distinct, list(first), list(inverse), list(counts)])
 }
 
-/// Returns a whole number whose order is that of `total_cmp`; the two zeros are one.
+/// Returns an integer key with the order of `total_cmp`; both zeros have one key.
 fn ordered(own: f64) -> i64 {
     let bits = (own + 0.0).to_bits().cast_signed();
     if bits < 0 { bits ^ i64::MAX } else { bits }
 }
 
-/// Places from -1 to 1 of the pixels of an image that is turned and shifted: `theta · (x, y, 1)`.
+/// Computes sampling coordinates from -1 to 1 of an affine transform: `theta · (x, y, 1)`.
 fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String> {
     let (theta, size) = (inputs.get(0)?, inputs.lengths(1)?);
-    let [batch, _, image @ ..] = &size[..] else { return Err("the size has no image".to_owned()) };
+    let [batch, _, image @ ..] = &size[..] else {
+        return Err(format!("expected a size [batch, channels, …], got {size:?}"));
+    };
     let dims = image.len();
     if theta.shape() != [*batch, dims, dims + 1] {
-        return Err(format!("theta has the shape {:?}", theta.shape()));
+        let want = [*batch, dims, dims + 1];
+        return Err(format!("expected theta of shape {want:?}, got {:?}", theta.shape()));
     }
     let values = theta.floats()?;
     let place = |at: usize, len: usize| match (corners, len) {
@@ -130,15 +134,15 @@ fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String>
     for own in values.chunks(dims * (dims + 1)) {
         for pixel in 0..pixels {
             let mut rest = pixel;
-            // The last dimension is x, the first place.
+            // x, the first coordinate, belongs to the last dimension.
             let mut point = Vec::with_capacity(dims);
             for len in image.iter().rev() {
                 point.push(place(rest % len, *len));
                 rest /= len;
             }
             for row in own.chunks(dims + 1) {
-                let turned: f64 = row.iter().zip(&point).map(|(own, place)| own * place).sum();
-                out.push(turned + row[dims]);
+                let rotated: f64 = row.iter().zip(&point).map(|(own, place)| own * place).sum();
+                out.push(rotated + row[dims]);
             }
         }
     }
@@ -146,7 +150,7 @@ fn affine_grid(inputs: &Inputs<'_>, corners: bool) -> Result<Vec<Array>, String>
     Ok(vec![numbers(out, shape, &theta)])
 }
 
-/// Puts the results of a pooling back at their places; others are 0.
+/// Scatters the results of a max pool to their indices; other elements are 0.
 fn max_unpool(
     inputs: &Inputs<'_>,
     kernel: &[i64],
@@ -157,11 +161,11 @@ fn max_unpool(
     let own = x.shape();
     let rank = kernel.len();
     if own.len() != rank + 2 {
-        return Err(format!("a window of {rank} dimensions does not fit {own:?}"));
+        return Err(format!("expected x of rank {}, got shape {own:?}", rank + 2));
     }
     let natural = |at: usize| {
         let len = (own[at + 2] as i64 - 1) * strides[at] + kernel[at] - pads[at] - pads[at + rank];
-        usize::try_from(len).map_err(|_| "the padding is larger than the image".to_owned())
+        usize::try_from(len).map_err(|_| "the pads are larger than the output".to_owned())
     };
     let inner = (0..rank).map(natural).collect::<Result<Vec<_>, _>>()?;
     let natural = [&own[..2], &inner].concat();
@@ -170,11 +174,11 @@ fn max_unpool(
         None => natural.clone(),
     };
     if shape.len() != natural.len() {
-        return Err(format!("the result has the shape {shape:?}"));
+        return Err(format!("expected an output_shape of rank {}, got {shape:?}", natural.len()));
     }
     let mut out = vec![0.0; shape.iter().product()];
     for (value, place) in x.floats()?.into_iter().zip(places.ints()?) {
-        // A place counts in the image that was pooled; the result may be larger.
+        // Indices refer to the pooled image; the output may be larger.
         let mut rest = place as usize;
         let mut index = vec![0; natural.len()];
         for at in (0..natural.len()).rev() {
@@ -182,27 +186,29 @@ fn max_unpool(
             rest /= natural[at].max(1);
         }
         let to = index.iter().zip(&shape).fold(0, |sum, (own, len)| sum * len + own);
-        *out.get_mut(to).ok_or("a place is outside of the image")? = value;
+        *out.get_mut(to).ok_or("an index is outside of the output")? = value;
     }
     Ok(vec![numbers(out, shape, &x)])
 }
 
-/// Adds up windows to an image: the inverse of cutting it into windows.
+/// Sums windows into an image: the inverse of im2col.
 fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Array>, String> {
     let (x, image, block) = (inputs.get(0)?, inputs.lengths(1)?, inputs.lengths(2)?);
     let rank = image.len();
     let list = |at: usize, usual: i64, len: usize| {
         let own = lists[at].clone().unwrap_or_else(|| vec![usual; len]);
         let own = own.into_iter().map(|own| usize::try_from(own).ok()).collect::<Option<Vec<_>>>();
-        own.filter(|own| own.len() == len).ok_or("a list does not fit the image".to_owned())
+        own.filter(|own| own.len() == len).ok_or_else(|| {
+            format!("expected {len} numbers of 0 or more in dilations, pads or strides")
+        })
     };
     let (dilations, pads, strides) = (list(0, 1, rank)?, list(1, 0, 2 * rank)?, list(2, 1, rank)?);
     let [batch, columns, windows] = x.shape()[..] else {
-        return Err("x has no rank of 3".to_owned());
+        return Err(format!("expected x of rank 3, got shape {:?}", x.shape()));
     };
     let taps: usize = block.iter().product();
     if block.len() != rank || taps == 0 || columns % taps != 0 {
-        return Err(format!("blocks of {block:?} do not make {columns} columns"));
+        return Err(format!("expected columns divisible by the block {block:?}, got {columns}"));
     }
     let channels = columns / taps;
     let counts: Vec<usize> = (0..rank)
@@ -212,9 +218,10 @@ fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Arra
             room.checked_div(strides[at]).map(|own| own + 1)
         })
         .collect::<Option<_>>()
-        .ok_or("a block is larger than the image")?;
+        .ok_or_else(|| format!("the block {block:?} is larger than the image {image:?}"))?;
     if counts.iter().product::<usize>() != windows {
-        return Err(format!("{windows} windows do not make {image:?}"));
+        let want: usize = counts.iter().product();
+        return Err(format!("expected {want} blocks for the image {image:?}, got {windows}"));
     }
     let values = x.floats()?;
     let pixels: usize = image.iter().product();
@@ -249,25 +256,28 @@ fn col2im(inputs: &Inputs<'_>, lists: &[Option<Vec<i64>>; 3]) -> Result<Vec<Arra
 
 struct RoiAlign {
     size: [usize; 2],
-    /// Samples of a bin in each direction; 0 for as many as it has pixels.
+    /// Samples per bin in each direction; 0 adapts to the size of the bin.
     ratio: usize,
     scale: f64,
     largest: bool,
     shift: f64,
 }
 
-/// Pools regions of an image, by samples between its pixels (He et al., "Mask R-CNN", 2017).
+/// Pools regions of an image with bilinear samples (He et al., "Mask R-CNN", 2017).
 fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, String> {
-    let (x, regions, of) = (inputs.get(0)?, inputs.get(1)?, inputs.lengths(2)?);
+    let (x, regions, images) = (inputs.get(0)?, inputs.get(1)?, inputs.lengths(2)?);
     let [batch, channels, height, width] = x.shape()[..] else {
-        return Err("x has no rank of 4".to_owned());
+        return Err(format!("expected x of rank 4, got shape {:?}", x.shape()));
     };
     let (values, corners) = (x.floats()?, regions.floats()?);
-    if corners.len() != 4 * of.len() || of.iter().any(|own| *own >= batch) {
-        return Err("regions do not fit their images".to_owned());
+    if corners.len() != 4 * images.len() || images.iter().any(|own| *own >= batch) {
+        let (count, have) = (images.len(), corners.len());
+        return Err(format!(
+            "expected 4 numbers for each of {count} regions of {batch} images, got {have} numbers"
+        ));
     }
     let [rows, columns] = options.size;
-    // Weights of the four pixels around a place.
+    // Weights of the four pixels around a sample.
     let around = |y: f64, x: f64| {
         if y < -1.0 || y > height as f64 || x < -1.0 || x > width as f64 {
             return [(0, 0.0); 4];
@@ -287,13 +297,13 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
             (bottom * width + right, down * across),
         ]
     };
-    let mut out = Vec::with_capacity(of.len() * channels * rows * columns);
-    for (corner, image) in corners.chunks(4).zip(&of) {
+    let mut out = Vec::with_capacity(images.len() * channels * rows * columns);
+    for (corner, image) in corners.chunks(4).zip(&images) {
         let [left, top, right, bottom] =
             [0, 1, 2, 3].map(|at| corner[at] * options.scale - options.shift);
         let (mut tall, mut wide) = (bottom - top, right - left);
         if options.shift == 0.0 {
-            // A region has at least a pixel.
+            // A region is at least one pixel.
             (tall, wide) = (tall.max(1.0), wide.max(1.0));
         }
         let (bin_height, bin_width) = (tall / rows as f64, wide / columns as f64);
@@ -324,5 +334,5 @@ fn roi_align(inputs: &Inputs<'_>, options: &RoiAlign) -> Result<Vec<Array>, Stri
             }
         }
     }
-    Ok(vec![numbers(out, vec![of.len(), channels, rows, columns], &x)])
+    Ok(vec![numbers(out, vec![images.len(), channels, rows, columns], &x)])
 }

@@ -1,4 +1,5 @@
-//! Products of one input with several matrices, as one product: Q, K and V of an attention, or the embeddings of a time step.
+//! Merges matmuls of one input with several matrices into one matmul: Q, K and V of an attention,
+//! or the embeddings of a time step.
 
 use std::collections::BTreeMap;
 
@@ -9,17 +10,17 @@ use crate::graph::{Attribute, Node, Type, ValueId};
 use super::epilogues::flat;
 use super::view::{View, in_place_of};
 
-/// A product that can be joined with others of the same input.
+/// A matmul that can be merged with others of the same input.
 struct Part {
     place: usize,
     node: Node,
     weight: ValueId,
     bias: Option<ValueId>,
-    turned: bool,
+    transposed: bool,
     columns: usize,
 }
 
-pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
+pub(super) fn rewrite(view: &mut View<'_>, at: usize) -> Option<()> {
     let first = part(view, at)?;
     let x = first.node.x()?;
     let mut places = view.readers(x).to_vec();
@@ -27,7 +28,7 @@ pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
     places.dedup();
     let same = |own: &Part| {
         own.node.x() == Some(x)
-            && own.turned == first.turned
+            && own.transposed == first.transposed
             && own.bias.is_some() == first.bias.is_some()
             && view.constant(own.weight).map(|own| own.dtype)
                 == view.constant(first.weight).map(|own| own.dtype)
@@ -41,7 +42,7 @@ pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
     let all: usize = columns.iter().sum();
     let weights: Vec<TensorData> =
         parts.iter().map(|own| Some(view.constant(own.weight)?.data())).collect::<Option<_>>()?;
-    let axis = usize::from(!first.turned);
+    let axis = usize::from(!first.transposed);
     let weight = joined(&weights, axis);
     let bias = match first.bias {
         None => None,
@@ -59,21 +60,21 @@ pub(super) fn join(view: &mut View<'_>, at: usize) -> Option<()> {
     let whole = view.add_value(Type { ..ty });
     let sizes = TensorData::new(columns.iter().map(|own| *own as i64).collect(), [columns.len()]);
     let sizes = view.add_constant(sizes);
-    let mut product =
+    let mut matmul =
         in_place_of(&first.node, "flashover::Linear", vec![Some(x), Some(weight), bias]);
-    product.outputs = vec![Some(whole)];
-    product.attributes =
-        BTreeMap::from([("transB".to_owned(), Attribute::Int(i64::from(first.turned)))]);
+    matmul.outputs = vec![Some(whole)];
+    matmul.attributes =
+        BTreeMap::from([("transB".to_owned(), Attribute::Int(i64::from(first.transposed)))]);
     let mut split = in_place_of(&first.node, "Split", vec![Some(whole), Some(sizes)])
         .with("axis", Attribute::Int(-1));
     split.outputs = parts.iter().map(|own| own.node.y()).collect();
     parts.iter().for_each(|own| view.remove(own.place));
     view.replace(at, split);
-    view.insert(at, product);
+    view.insert(at, matmul);
     Some(())
 }
 
-/// Returns the node at a place if it is a product with a constant matrix, and nothing else but a bias.
+/// Returns the node at an index if it is a matmul with a constant matrix, with at most a bias.
 fn part(view: &View<'_>, place: usize) -> Option<Part> {
     let node = view.node(place)?;
     let known = ["bias", "transB", "beta"];
@@ -91,18 +92,25 @@ fn part(view: &View<'_>, place: usize) -> Option<Part> {
     };
     let weight = node.input(1)?;
     let own = view.constant(weight).filter(|own| own.shape.len() == 2 && own.dtype.is_float())?;
-    let turned = node.int("transB") == Some(1);
-    let columns = own.shape[usize::from(!turned)];
+    let transposed = node.int("transB") == Some(1);
+    let columns = own.shape[usize::from(!transposed)];
     let bias = node.input(2);
     if let Some(bias) = bias {
         view.constant(bias).filter(|own| own.count() == columns)?;
     }
-    // A vector in place of x would lose its dimension.
+    // A vector x would lose its dimension.
     let rank = view.dims(node.x()?)?.len();
-    (plain && rank >= 2).then(|| Part { place, node: node.clone(), weight, bias, turned, columns })
+    (plain && rank >= 2).then(|| Part {
+        place,
+        node: node.clone(),
+        weight,
+        bias,
+        transposed,
+        columns,
+    })
 }
 
-/// Joins matrices of one type along an axis.
+/// Concatenates matrices of one dtype along an axis.
 fn joined(all: &[TensorData], axis: usize) -> TensorData {
     let mut shape = all[0].shape().to_vec();
     let size = all[0].dtype().size();
