@@ -18,30 +18,29 @@ type Run = Box<dyn FnMut() -> Outputs + Send>;
 /// Consecutive steps of a program.
 pub(crate) struct Piece {
     steps: Range<usize>,
-    /// Values from before the piece that its steps read.
+    /// Values from before the piece, which its steps read.
     reads: Vec<ValueId>,
-    /// Values of its steps that are read after it.
+    /// Values that its steps make for later ones.
     makes: Vec<ValueId>,
     state: State,
 }
 
 enum State {
-    /// Launched step by step: by what it read in the last run, if it copied nothing there.
+    /// Launches step by step. Holds the key of the last run, if that copied nothing.
     Launches(Option<Key>),
     Graph(Box<Captured>),
 }
 
 struct Captured {
     key: Key,
-    /// What the graph reads: inputs of the program, which change in place, and copies of values of other pieces.
+    /// Arrays that the graph reads: inputs of the program, which are updated in place, and copies of other values.
     given: Vec<Array>,
     graph: Graph<Outputs, Run>,
-    /// What its steps copied to the device before.
+    /// Host-device copies that its steps keep.
     _copied: Vec<Array>,
 }
 
-/// What a graph depends on, besides elements on the device: shape and dtype of each value that it reads, and what the host knows of
-/// it.
+/// Shape, dtype and host copy of each value that a graph reads: it depends on them, besides elements on the device.
 type Key = Vec<(Vec<usize>, DType, Option<TensorData>)>;
 
 impl Piece {
