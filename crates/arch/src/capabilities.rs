@@ -2,6 +2,7 @@
 //!
 //! Kernels ask for a capability, never for a backend, so a new backend is added only here.
 
+use crate::cores::free_cores;
 use crate::{ArchProfile, Backend};
 
 impl ArchProfile {
@@ -12,6 +13,30 @@ impl ArchProfile {
             (Backend::Cpu, None) => Some(1),
             _ => None,
         }
+    }
+
+    /// Number of cores that other programs leave free, and that the user allows; `None` where [`ArchProfile::cores`] is.
+    pub fn free_cores(&self) -> Option<u32> {
+        self.cores().map(free_cores)
+    }
+
+    /// Returns true for a CPU whose cores other programs use at present.
+    pub fn is_shared(&self) -> bool {
+        self.free_cores() != self.cores()
+    }
+
+    /// Number of cores for a kernel that takes `nanoseconds` on one; `None` where [`ArchProfile::cores`] is. A short kernel
+    /// on one core ends before others would have begun.
+    pub fn useful_cores(&self, nanoseconds: f64) -> Option<u32> {
+        /// Work that is worth a core.
+        const GRAIN_NS: f64 = 2e5;
+        self.cores().map(|all| ((nanoseconds / GRAIN_NS).ceil() as u32).clamp(1, all))
+    }
+
+    /// Returns the profile with another number of cores.
+    #[must_use]
+    pub fn with_cores(&self, cores: u32) -> Self {
+        Self { processors: Some(cores), ..self.clone() }
     }
 
     /// Returns whether kernels may contain inline PTX: `mma.sync`, `cp.async`, shuffles in planes of 32 units.

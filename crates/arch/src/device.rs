@@ -7,6 +7,7 @@ use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 
+use crate::cores::allowed_cores;
 use crate::facts::{self, AdapterFacts};
 use crate::host::HostMemory;
 use crate::profile::UnknownProfile;
@@ -169,6 +170,12 @@ impl Device {
         Ok(Self { profile: self.profile.restrict(name, &limit), ..self.clone() })
     }
 
+    /// Returns this CPU with fewer cores.
+    #[must_use]
+    pub fn with_cores(&self, cores: u32) -> Self {
+        Self { profile: self.profile.with_cores(cores), ..self.clone() }
+    }
+
     /// Returns CubeCL's client, which allocates and launches.
     #[doc(hidden)]
     pub fn client(&self) -> &Client {
@@ -215,7 +222,10 @@ fn profile_of(client: &Client, backend: Backend, ordinal: usize) -> ArchProfile 
         Backend::Cuda => properties.identity.fingerprint.trim_start_matches("ptx_sm").parse().ok(),
         _ => None,
     };
-    let processors = hw.num_streaming_multiprocessors.or(hw.num_cpu_cores);
+    let processors = match backend {
+        Backend::Cpu => hw.num_cpu_cores.map(allowed_cores),
+        _ => hw.num_streaming_multiprocessors.or(hw.num_cpu_cores),
+    };
     let tf32 = features.matmul.mma.iter().any(|c| dtype_of(c.a_type) == Some(DType::Tf32));
     let mut stored: std::collections::BTreeSet<_> = ELEMENTS
         .into_iter()

@@ -7,6 +7,7 @@
 mod bf16;
 mod capabilities;
 mod cards;
+mod cores;
 mod device;
 mod facts;
 mod host;
@@ -15,6 +16,7 @@ mod profile;
 pub mod report;
 pub mod transfer;
 
+pub use cores::limit_cores;
 pub use device::{Device, OpenError};
 pub use facts::energy_millijoules;
 pub use host::HostMemory;

@@ -80,6 +80,9 @@ pub(crate) struct DeviceArgs {
     /// Index of the device among those of the backend, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
+    /// Maximum number of CPU cores [default: all that the process may use]
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZeroUsize>,
     /// Restrict the device to the capabilities of a recorded GPU, such as rtx4090; also selects its backend
     #[arg(long, value_parser = choice::<String>(ArchProfile::cards()), hide_possible_values = true)]
     profile: Option<String>,
@@ -292,6 +295,12 @@ impl DeviceArgs {
             (None, Some(profile)) => Some(ArchProfile::recorded(profile)?.backend),
             (None, None) => None,
         };
+        if let Some(threads) = self.threads {
+            let used = flashover::limit_threads(threads);
+            if used < threads.get() {
+                command::note!("note: {used} threads are used: the process may use {used} cores");
+            }
+        }
         let device = match backend {
             Some(backend) => Device::open_nth(backend, self.device)?,
             None if self.device > 0 => bail!("--device needs a backend\nhint: add --backend cuda"),

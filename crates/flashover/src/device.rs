@@ -1,12 +1,27 @@
 //! Devices that run models and kernels.
 
 use std::fmt;
+use std::num::NonZeroUsize;
+use std::thread;
 
 use burn::backend::DispatchDevice;
 use cubecl::client::Client;
 
 pub use arch::report;
 pub use arch::{ArchId, ArchProfile, Backend, DType, OpenError, UnknownBackend, UnknownProfile};
+
+/// Limits the cores that this process computes with on a CPU, and returns their number. More than the process may use, by its
+/// affinity and the quota of its control group, are as many as it may use. Call it before a device is opened.
+pub fn limit_threads(threads: NonZeroUsize) -> usize {
+    let most = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let threads = threads.get().min(most);
+    arch::limit_cores(threads as u32);
+    // Burn's CPU backend, which runs ONNX graphs. A pool that a user's program has built stays.
+    if let Err(why) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
+        log::debug!("{why}");
+    }
+    threads
+}
 
 /// A GPU or CPU that is open through one backend. Clones share it.
 #[derive(Clone)]

@@ -61,7 +61,7 @@ pub use ::hub;
 pub use ::text::{Message, Tokenizer};
 pub use arch::monitor;
 pub use burn;
-pub use device::{Backend, Device, OpenError};
+pub use device::{Backend, Device, OpenError, limit_threads};
 pub use device_error::DeviceError;
 pub use engine::{
     Answer, BatchStep, BuildProgress, Completion, Conversation, Engine, EngineBuilder,

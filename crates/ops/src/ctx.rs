@@ -201,7 +201,16 @@ impl Ctx {
             return;
         }
         let _operator = trace::operator(name, || K::cost(problem));
+        // CubeCL hands a launch that waits for another one to the next core, where it spins. Beside other programs that core
+        // may be theirs, so launches wait for each other here.
+        let waits = device.profile().is_shared();
+        if waits {
+            wait(device);
+        }
         K::launch(&Queue::Device(device), problem, config, operands, scratch);
+        if waits {
+            wait(device);
+        }
     }
 
     /// Returns scratch memory for a launch: that of the open arena if it suffices.
@@ -277,7 +286,16 @@ impl Ctx {
         problem: &K::Problem,
     ) -> Result<K::Config, OpError> {
         let mut inner = self.lock();
-        let key = Key::new::<K>(&device.profile().id, problem).to_string();
+        let mut key = Key::new::<K>(&device.profile().id, problem).to_string();
+        // Measured configs use all cores of a CPU. Beside other programs, fewer cores are faster.
+        let profile = device.profile();
+        let few = profile.free_cores().filter(|free| Some(*free) != profile.cores());
+        let few =
+            few.filter(|_| inner.policy != Policy::Frozen).map(|free| device.with_cores(free));
+        if let Some(cores) = few.as_ref().and_then(|own| own.profile().cores()) {
+            key += &format!(" on {cores}");
+        }
+        let device = few.as_ref().unwrap_or(device);
         let known = inner.known.get(&key).and_then(|all| all.downcast_ref::<Vec<K::Config>>());
         let known = known.map(Vec::as_slice).unwrap_or_default();
         let fits = |config: &&K::Config| K::check(device.profile(), problem, config).is_ok();
@@ -287,17 +305,26 @@ impl Ctx {
         let mut known = known.to_vec();
         let mut tuner = Tuner {
             device,
-            cache: mem::take(&mut inner.cache),
-            policy: inner.policy,
+            cache: if few.is_none() { mem::take(&mut inner.cache) } else { TuneCache::default() },
+            policy: if few.is_none() { inner.policy } else { Policy::Default },
             commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
             date: inner.date.clone(),
         };
         let chosen = tuner.choose::<K>(problem);
-        inner.cache = tuner.cache;
+        if few.is_none() {
+            inner.cache = tuner.cache;
+        }
         let config = chosen?.config;
         known.push(config);
         inner.known.insert(key, Box::new(known));
         Ok(config)
+    }
+}
+
+/// Waits for the launches of this thread. What failed is told by a read of its results.
+fn wait(device: &Device) {
+    if let Err(why) = device.client().flush() {
+        log::debug!("a launch failed: {why}");
     }
 }
 

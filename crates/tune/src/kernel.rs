@@ -1,5 +1,6 @@
 //! The trait of all tunable kernels.
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::sync::Arc;
@@ -157,6 +158,21 @@ pub struct Cost {
     pub flops: u64,
     /// Bytes when every input is read once and every output written once.
     pub bytes: u64,
+}
+
+impl Cost {
+    /// Nanoseconds on one core of a CPU, as a rough estimate: 16 GFLOP/s and 10 GB/s.
+    fn core_ns(self) -> f64 {
+        (self.flops as f64 / 16.0).max(self.bytes as f64 / 10.0)
+    }
+
+    /// Returns the profile of a device with as many cores as this work is worth.
+    pub(crate) fn sized(self, arch: &ArchProfile) -> Cow<'_, ArchProfile> {
+        match arch.useful_cores(self.core_ns()) {
+            Some(cores) if Some(cores) != arch.cores() => Cow::Owned(arch.with_cores(cores)),
+            _ => Cow::Borrowed(arch),
+        }
+    }
 }
 
 /// The reason that a config cannot run a problem on an architecture.

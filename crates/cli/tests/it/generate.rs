@@ -91,6 +91,28 @@ fn logits_of_a_window_are_those_of_its_tokens_alone() {
     assert!(close(&run("5,6,7,8,9", &["--window", "9"]), &whole), "a window may be larger");
 }
 
+/// Long enough for kernels on several cores.
+#[test]
+fn logits_do_not_depend_on_the_number_of_threads() {
+    let model = demo();
+    let tokens: Vec<String> = (0..200).map(|at| (at * 37 % 4096).to_string()).collect();
+    let run = |threads: &str| {
+        let model = model.to_str().expect("UTF-8");
+        let args = ["logits", "--model", model, "--backend", "cpu", "--output", "-"];
+        let out = flashover(
+            &[&args[..], &["--tokens", &tokens.join(","), "--threads", threads]].concat(),
+        );
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        out
+    };
+    let (one, many) = (run("1"), run("999"));
+    assert!(one.stdout.len() > 200 * 4096 * 4);
+    assert!(one.stdout == many.stdout, "other bits");
+    let cores = std::thread::available_parallelism().expect("known");
+    let note = format!("note: {cores} threads are used: the process may use {cores} cores\n");
+    assert_eq!(String::from_utf8_lossy(&many.stderr), note);
+}
+
 /// The file helps to find the origin of the NaN.
 #[test]
 fn logits_that_are_nan_are_written_and_an_error() {
