@@ -33,12 +33,6 @@ impl ArchProfile {
         self.cores().map(|all| ((nanoseconds / GRAIN_NS).ceil() as u32).clamp(1, all))
     }
 
-    /// Returns the profile with another number of cores.
-    #[must_use]
-    pub fn with_cores(&self, cores: u32) -> Self {
-        Self { processors: Some(cores), ..self.clone() }
-    }
-
     /// Returns whether kernels may contain inline PTX: `mma.sync`, `cp.async`, shuffles in planes of 32 units.
     pub const fn inline_ptx(&self) -> bool {
         matches!(self.backend, Backend::Cuda)

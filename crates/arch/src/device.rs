@@ -170,12 +170,6 @@ impl Device {
         Ok(Self { profile: self.profile.restrict(name, &limit), ..self.clone() })
     }
 
-    /// Returns this CPU with fewer cores.
-    #[must_use]
-    pub fn with_cores(&self, cores: u32) -> Self {
-        Self { profile: self.profile.with_cores(cores), ..self.clone() }
-    }
-
     /// Returns CubeCL's client, which allocates and launches.
     #[doc(hidden)]
     pub fn client(&self) -> &Client {

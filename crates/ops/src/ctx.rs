@@ -13,7 +13,7 @@ use burn_cubecl::CubeDevice;
 use cubecl::prelude::CubeKernel;
 use cubecl::server::Handle;
 use precompile::Missing;
-use tune::{CacheError, Kernel, Key, Policy, Queue, TuneCache, Tuner};
+use tune::{CacheError, Choice, Kernel, Key, Policy, Queue, Source, TuneCache, Tuner, with_cores};
 
 use crate::OpError;
 use crate::arena::workspace;
@@ -287,15 +287,12 @@ impl Ctx {
     ) -> Result<K::Config, OpError> {
         let mut inner = self.lock();
         let mut key = Key::new::<K>(&device.profile().id, problem).to_string();
-        // Measured configs use all cores of a CPU. Beside other programs, fewer cores are faster.
+        // Beside other programs, fewer cores of a CPU are faster.
         let profile = device.profile();
-        let few = profile.free_cores().filter(|free| Some(*free) != profile.cores());
-        let few =
-            few.filter(|_| inner.policy != Policy::Frozen).map(|free| device.with_cores(free));
-        if let Some(cores) = few.as_ref().and_then(|own| own.profile().cores()) {
-            key += &format!(" on {cores}");
+        let free = profile.free_cores();
+        if let Some(free) = free.filter(|_| profile.is_shared()) {
+            key += &format!(" on {free}");
         }
-        let device = few.as_ref().unwrap_or(device);
         let known = inner.known.get(&key).and_then(|all| all.downcast_ref::<Vec<K::Config>>());
         let known = known.map(Vec::as_slice).unwrap_or_default();
         let fits = |config: &&K::Config| K::check(device.profile(), problem, config).is_ok();
@@ -305,16 +302,19 @@ impl Ctx {
         let mut known = known.to_vec();
         let mut tuner = Tuner {
             device,
-            cache: if few.is_none() { mem::take(&mut inner.cache) } else { TuneCache::default() },
-            policy: if few.is_none() { inner.policy } else { Policy::Default },
+            cache: mem::take(&mut inner.cache),
+            policy: inner.policy,
             commit: concat!("v", env!("CARGO_PKG_VERSION")).to_owned(),
             date: inner.date.clone(),
         };
         let chosen = tuner.choose::<K>(problem);
-        if few.is_none() {
-            inner.cache = tuner.cache;
+        inner.cache = tuner.cache;
+        let Choice { mut config, source } = chosen?;
+        if let Some(free) = free {
+            let useful = profile.useful_cores(K::cost(problem).core_ns()).unwrap_or(free);
+            let cores = if source == Source::Default { useful.min(free) } else { free };
+            config = with_cores::<K>(profile, problem, config, cores);
         }
-        let config = chosen?.config;
         known.push(config);
         inner.known.insert(key, Box::new(known));
         Ok(config)
@@ -351,5 +351,24 @@ mod tests {
             assert_ne!(first, other);
         }
         assert_eq!([config(512), config(508)], [first, other]);
+    }
+
+    #[test]
+    fn a_short_kernel_uses_one_core() {
+        let device = Device::open(Backend::Cpu).expect("the CPU runtime needs nothing");
+        let ctx = Ctx::new(TuneCache::default(), Policy::Default, String::new());
+        let units = |n| {
+            let layouts = [Layout::Row, Layout::Col];
+            let product =
+                MatmulProblem::dense(1, [n, n, n], layouts, Precision::F32).expect("valid");
+            let config = ctx.config::<Matmul>(&device, &product).expect("f32");
+            let value = serde_json::to_value(config).expect("plain data").to_string();
+            let (_, rest) = value.split_once("\"units\":").expect("it has units");
+            rest.chars().take_while(char::is_ascii_digit).collect::<String>()
+        };
+        assert_eq!(units(64), "1");
+        // Beside other programs a long kernel has fewer, too.
+        let all = device.profile().cores().expect("a CPU");
+        assert!((1..=all).contains(&units(1024).parse().expect("a number")));
     }
 }

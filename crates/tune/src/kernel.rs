@@ -1,6 +1,5 @@
 //! The trait of all tunable kernels.
 
-use std::borrow::Cow;
 use std::fmt::Debug;
 use std::hash::Hash;
 use std::sync::Arc;
@@ -30,6 +29,8 @@ pub trait Kernel: 'static {
     const NAME: &'static str;
     /// Kernel version, incremented when the body changes, so that old timings no longer apply.
     const VERSION: u32;
+    /// True if each unit sums for itself: results then depend on the number of units.
+    const SUMS_BY_UNITS: bool = false;
 
     /// Returns the problem's part of the cache key. Only sizes that may share a config are rounded.
     fn bucket(problem: &Self::Problem) -> String;
@@ -162,17 +163,35 @@ pub struct Cost {
 
 impl Cost {
     /// Nanoseconds on one core of a CPU, as a rough estimate: 16 GFLOP/s and 10 GB/s.
-    fn core_ns(self) -> f64 {
+    pub fn core_ns(self) -> f64 {
         (self.flops as f64 / 16.0).max(self.bytes as f64 / 10.0)
     }
+}
 
-    /// Returns the profile of a device with as many cores as this work is worth.
-    pub(crate) fn sized(self, arch: &ArchProfile) -> Cow<'_, ArchProfile> {
-        match arch.useful_cores(self.core_ns()) {
-            Some(cores) if Some(cores) != arch.cores() => Cow::Owned(arch.with_cores(cores)),
-            _ => Cow::Borrowed(arch),
+/// Returns a config that runs on at most `cores` cores of a CPU: with fewer units, each a core. The config stays if its results
+/// depend on the units, or if the kernel cannot run with fewer.
+pub fn with_cores<K: Kernel>(
+    arch: &ArchProfile,
+    problem: &K::Problem,
+    config: K::Config,
+    cores: u32,
+) -> K::Config {
+    fn limit(value: &mut Value, cores: u32) {
+        let Value::Object(fields) = value else { return };
+        for (name, value) in fields {
+            match value.as_u64() {
+                Some(units) if name == "units" => *value = units.min(cores.into()).into(),
+                _ => limit(value, cores),
+            }
         }
     }
+    if K::SUMS_BY_UNITS {
+        return config;
+    }
+    let mut value = serde_json::to_value(config).expect("a config is plain data");
+    limit(&mut value, cores);
+    let fewer = config_of::<K>(&value).ok();
+    fewer.filter(|fewer| K::check(arch, problem, fewer).is_ok()).unwrap_or(config)
 }
 
 /// The reason that a config cannot run a problem on an architecture.

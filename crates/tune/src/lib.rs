@@ -17,7 +17,7 @@ pub use cache::{
     CacheError, Entry, Key, Measured, Merged, Source, TuneCache, Warning, default_cache_path,
 };
 pub use fill::fill;
-pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of};
+pub use kernel::{Cost, Infeasible, InvalidConfig, Kernel, Output, config_of, with_cores};
 pub use queue::{Compiler, Queue};
 pub use record::{Policy, UnknownChoice as UnknownPolicy};
 pub use tuner::{Choice, TuneError, Tuner, operand_sets, poison};

@@ -88,8 +88,7 @@ impl Tuner<'_> {
             }
             None => None,
         };
-        let sized = K::cost(problem).sized(arch);
-        let first = K::candidates(&sized, problem).into_iter().next().ok_or_else(|| {
+        let first = K::candidates(arch, problem).into_iter().next().ok_or_else(|| {
             let why = K::baseline(arch, problem).err();
             TuneError::Unsupported {
                 arch: arch.id.to_string(),

@@ -130,6 +130,7 @@ impl Kernel for NormBackward {
 
     const NAME: &'static str = "norm_backward";
     const VERSION: u32 = 1;
+    const SUMS_BY_UNITS: bool = true;
 
     fn bucket(p: &NormBackwardProblem) -> String {
         let rows = p.rows.next_power_of_two().min(1 << 15);

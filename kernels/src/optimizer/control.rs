@@ -113,6 +113,7 @@ impl Kernel for Squares {
 
     const NAME: &'static str = "gradient_norm";
     const VERSION: u32 = 1;
+    const SUMS_BY_UNITS: bool = true;
 
     fn bucket(p: &SquaresProblem) -> String {
         format!("elements {}", p.len.next_power_of_two())
