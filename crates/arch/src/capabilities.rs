@@ -15,7 +15,7 @@ impl ArchProfile {
         }
     }
 
-    /// Number of cores that other programs leave free, and that the user allows; `None` where [`ArchProfile::cores`] is.
+    /// Number of [`ArchProfile::cores`] that other programs leave free now, at least 1; `None` where that is.
     pub fn free_cores(&self) -> Option<u32> {
         self.cores().map(free_cores)
     }

@@ -66,7 +66,7 @@ impl Piece {
         &self.steps
     }
 
-    /// Returns true if the last run was replayed, or the next one may be.
+    /// Returns true once the piece was captured.
     #[cfg(test)]
     pub(crate) const fn is_graph(&self) -> bool {
         matches!(self.state, State::Graph(_))
@@ -114,7 +114,7 @@ impl Piece {
                 self.makes.iter().zip(made).for_each(|(id, array)| values.set(*id, array));
                 Ok(())
             }
-            // What a graph reads stays what it was: another piece of other shapes is launched.
+            // The graph does not fit these values: the steps are launched.
             State::Graph(_) => program.steps_in(ctx, values, self.steps.clone(), placed).map(drop),
             State::Launches(last) => {
                 let copying = program.steps_in(ctx, values, self.steps.clone(), placed)?;
@@ -135,7 +135,7 @@ impl Piece {
         let mut given = Vec::new();
         for id in &self.reads {
             let own = values.get(*id)?;
-            // Capturing runs the steps several times, and they may write over memory that a value of another piece had.
+            // Capturing runs the steps several times. They may overwrite values that they read, in the shared buffer.
             let fixed = program.is_input(*id) || own.is_known();
             match if fixed { Ok(own.clone()) } else { own.duplicate(ctx) } {
                 Ok(own) => given.push(own),
@@ -166,7 +166,7 @@ impl Piece {
     }
 }
 
-fn key(of: &Array) -> Result<(Vec<usize>, DType, Option<TensorData>), OnnxError> {
-    let known = of.is_known().then(|| of.to_data()).transpose().map_err(device_failed)?;
-    Ok((of.shape(), of.dtype(), known))
+fn key(array: &Array) -> Result<(Vec<usize>, DType, Option<TensorData>), OnnxError> {
+    let known = array.is_known().then(|| array.to_data()).transpose().map_err(device_failed)?;
+    Ok((array.shape(), array.dtype(), known))
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::thread;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device};
@@ -351,15 +352,18 @@ thread_local! {
 
 /// Runs an operator. Burn reports what it cannot do by a panic, which becomes an error, and is not printed.
 pub(crate) fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    static QUIET: Once = Once::new();
-    QUIET.call_once(|| {
-        let print = panic::take_hook();
-        panic::set_hook(Box::new(move |why| {
-            if !CATCHES.get() {
-                print(why);
-            }
-        }));
-    });
+    static HOOK: Once = Once::new();
+    // No hook can be set while a thread unwinds; an additional message is harmless then.
+    if !thread::panicking() {
+        HOOK.call_once(|| {
+            let print = panic::take_hook();
+            panic::set_hook(Box::new(move |why| {
+                if !CATCHES.get() {
+                    print(why);
+                }
+            }));
+        });
+    }
     let outer = CATCHES.replace(true);
     let made = catch_unwind(AssertUnwindSafe(run));
     CATCHES.set(outer);

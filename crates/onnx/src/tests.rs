@@ -373,7 +373,7 @@ fn the_pieces_around_a_data_dependent_node_are_captured() {
         if run > 0 {
             frames.update(0, x.clone()).unwrap();
         }
-        frames.pieces();
+        frames.capture_anywhere();
         let made = frames.run().unwrap().remove(0).to_data().unwrap();
         let want = host.run(vec![x]).unwrap().remove(0);
         assert_eq!(made.shape().to_vec(), [positive, 2]);

@@ -290,7 +290,8 @@ impl Ctx {
         // Beside other programs, fewer cores of a CPU are faster.
         let profile = device.profile();
         let free = profile.free_cores();
-        if let Some(free) = free.filter(|_| profile.is_shared()) {
+        // Read once: the load may change meanwhile.
+        if let Some(free) = free.filter(|_| free != profile.cores()) {
             key += &format!(" on {free}");
         }
         let known = inner.known.get(&key).and_then(|all| all.downcast_ref::<Vec<K::Config>>());
@@ -321,7 +322,7 @@ impl Ctx {
     }
 }
 
-/// Waits for the launches of this thread. What failed is told by a read of its results.
+/// Waits for the launches of this thread. A read of its results reports a failure.
 fn wait(device: &Device) {
     if let Err(why) = device.client().flush() {
         log::debug!("a launch failed: {why}");
