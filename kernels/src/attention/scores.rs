@@ -31,6 +31,10 @@ impl Rules {
     }
 }
 
+/// Least score with a bias: a mask of -3.4e38 stays finite in units of log₂, so that a row of them
+/// has equal weights.
+const LEAST: f32 = -1e38;
+
 /// Rules with their parameters and buffers.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scores<F: Float, M: Int> {
@@ -145,7 +149,11 @@ impl<F: Float, M: Int> Scores<F, M> {
         match &self.bias {
             ComptimeOption::Some(bias) => {
                 if seen {
-                    score += f32::cast_from(bias[dims.bias.at(place)]);
+                    let own = f32::cast_from(bias[dims.bias.at(place)]);
+                    let hidden = own == self.hidden;
+                    let sum = score + own;
+                    score = select(sum < LEAST, LEAST.runtime(), sum);
+                    seen = !hidden;
                 }
             }
             ComptimeOption::None => {}

@@ -150,7 +150,8 @@ fn waste(arch: &ArchProfile, problem: &MatmulProblem, config: &dyn Path) -> f64 
         true => IN_FLIGHT as f64,
         false => f64::from(arch.processors.unwrap_or(32)),
     };
-    let waves = (items / processors).ceil() / splits;
+    let concurrent = config.concurrent();
+    let waves = (items / (processors * concurrent)).ceil() * concurrent / splits;
     // A larger tile reads each operand fewer times: the traffic of a tile is m + n per step of k.
     let traffic = 1.0 / f64::from(tile_m.min(256)) + 1.0 / f64::from(tile_n.min(256));
     let read = config.read_cost();
@@ -285,7 +286,8 @@ mod tests {
     fn names_in_tune_caches_stay() {
         let mma = r#""tile_m":1,"tile_n":2,"tile_k":3,"planes_m":4,"planes_n":5"#;
         let workgroup = r#""tile_m":1,"tile_n":2,"tile_k":3,"units":4,"unroll":5,"parts":6"#;
-        let fma = r#""own_m":1,"own_n":2,"groups_m":3,"groups_n":4,"tile_k":5,"stages":6"#;
+        let fma =
+            r#""own_m":1,"own_n":2,"groups_m":3,"groups_n":4,"tile_k":5,"stages":6,"parts":7"#;
         let packed = r#""block_m":1,"block_n":2,"block_k":3,"rows":4,"vector":5,"units":6"#;
         for (path, fields) in [
             ("mma", format!(r#"{mma},"stages":6,"parts":7"#)),

@@ -77,9 +77,9 @@ pub(crate) fn matmul<F: Float, I: Float, E: Float, NL: Size, NR: Size, NO: Size,
         Loop::Pipelined(plan) => pipelined::multiply::<F, E, NL, NR, NO, NP>(
             lhs, rhs, out, partials, &finish, &window, dims, plan,
         ),
-        Loop::Fma(plan) => {
-            fma::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &window, dims, plan)
-        }
+        Loop::Fma(plan) => fma::multiply::<F, E, NL, NR, NO, NP>(
+            lhs, rhs, out, partials, &finish, &window, dims, plan,
+        ),
         Loop::Packed(plan) => {
             packed::multiply::<F, E, NL, NR, NO>(lhs, rhs, out, &finish, &window, dims, plan)
         }

@@ -41,6 +41,11 @@ pub(crate) trait Path {
         1
     }
 
+    /// Cubes that a processor must run at the same time to reach its rate.
+    fn concurrent(&self) -> f64 {
+        1.0
+    }
+
     /// Cost of reading an element, in multiplies.
     fn read_cost(&self) -> f64 {
         16.0

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Integer matmuls run in f32 on `a - zero`, split along k so that partial sums stay below 2^24 and
-//! are exact.
+//! are exact; on a GPU, dequantised codes are rounded, so that a sum near 2^24 may be off by one.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use ops::WeightFormat;
 use ops::checkpoint::Encoded;
 
 use super::microsoft::packed::{Packed, packed_matmul};
-use super::quant::{EXACT, shifted};
+use super::quant::{EXACT, round, shifted};
 use super::{Call, Inputs, Read, Run};
 use crate::array::Array;
 
@@ -60,7 +60,7 @@ fn matmul(call: &Call<'_>) -> Result<Run, String> {
         let x = shifted(x, inputs.maybe(1), true)?.cast(DType::F32);
         let part = |from: usize| {
             let rows = x.clone().narrow(x.rank() - 1, from, k.min(from + EXACT));
-            Ok::<_, String>(multiply(inputs, from, rows)?.cast(DType::I32))
+            Ok::<_, String>(round(multiply(inputs, from, rows)?).cast(DType::I32))
         };
         let first = part(0)?;
         let rest = (0..k).step_by(EXACT).skip(1);

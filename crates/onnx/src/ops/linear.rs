@@ -36,7 +36,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         }
         "Einsum" => {
             let equation = call.text("equation").unwrap_or_default().to_owned();
-            Box::new(move |inputs| Ok(vec![einsum(&equation, inputs.each()?)?]))
+            Box::new(move |inputs| Ok(vec![einsum(inputs.ctx, &equation, inputs.each()?)?]))
         }
         "Det" => Box::new(|inputs| Ok(vec![determinant(&inputs.get(0)?)?])),
         _ => return None,
@@ -75,11 +75,26 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     if let Some(made) = by_kernel(ctx, &a, &b)? {
         return Ok(made);
     }
-    let (mut of_a, mut of_b) = (a.shape(), b.shape());
+    let (mut of_a, of_b) = (a.shape(), b.shape());
     if of_a.is_empty() || of_b.is_empty() {
         return Err(format!(
             "expected operands of rank 1 or more, got shapes {of_a:?} and {of_b:?}"
         ));
+    }
+    let [row, column] = [of_a.len() == 1, of_b.len() == 1];
+    if row || column {
+        let a = if row { a.reshape(&[1, of_a[0]]) } else { a };
+        let b = if column { b.reshape(&[of_b[0], 1]) } else { b };
+        let out = matmul(ctx, a, b)?;
+        let mut shape = out.shape();
+        let rows = shape.len() - 2;
+        if column {
+            shape.pop();
+        }
+        if row {
+            shape.remove(rows);
+        }
+        return Ok(out.reshape(&shape));
     }
     if of_a.len() > 2 && of_b.len() == 2 && of_a.last() == of_b.first() {
         // One matrix for all batches: a single matmul.
@@ -87,13 +102,6 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
         let rows = matmul(ctx, a.reshape(&[of_a.iter().product(), k]), b)?;
         of_a.push(of_b[1]);
         return Ok(rows.reshape(&of_a));
-    }
-    let vectors = [of_a.len() == 1, of_b.len() == 1];
-    if vectors[0] {
-        of_a.insert(0, 1);
-    }
-    if vectors[1] {
-        of_b.push(1);
     }
     let [(batch_a, matrix_a), (batch_b, matrix_b)] =
         [&of_a, &of_b].map(|own| own.split_at(own.len() - 2));
@@ -103,25 +111,25 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     let batch = broadcast(&[batch_a.to_vec(), batch_b.to_vec()]);
     let batch =
         batch.ok_or_else(|| format!("batches of {of_a:?} and {of_b:?} do not broadcast"))?;
-    let padded = |own: &[usize], matrix: &[usize]| {
-        let ones = std::iter::repeat_n(1, batch.len() - own.len());
-        ones.chain(own.iter().copied()).chain(matrix.iter().copied()).collect::<Vec<_>>()
+    let shape = [&batch, &[matrix_a[0], matrix_b[1]][..]].concat();
+    // One dimension holds all batches.
+    let flat = |own: Array, matrix: &[usize]| {
+        let whole = [&batch, matrix].concat();
+        own.expand(&whole).reshape(&[batch.iter().product(), matrix[0], matrix[1]])
     };
-    let [a, b] = [a.reshape(&padded(batch_a, matrix_a)), b.reshape(&padded(batch_b, matrix_b))];
-    let is_float = a.kind() == Kind::Float;
-    let (lhs, rhs) = (a.into_inner(), b.into_inner());
-    let out = Array::from_dispatch(match is_float {
-        true => Dispatch::float_matmul(lhs, rhs),
-        false => Dispatch::int_matmul(lhs, rhs),
-    });
-    let mut shape = batch;
-    shape.extend((!vectors[0]).then_some(matrix_a[0]));
-    shape.extend((!vectors[1]).then_some(matrix_b[1]));
+    let (a, b) = (flat(a, matrix_a), flat(b, matrix_b));
+    let out = match by_kernel(ctx, &a, &b)? {
+        Some(out) => out,
+        None => Array::from_dispatch(match a.kind() == Kind::Float {
+            true => Dispatch::float_matmul(a.into_inner(), b.into_inner()),
+            false => Dispatch::int_matmul(a.into_inner(), b.into_inner()),
+        }),
+    };
     Ok(out.reshape(&shape))
 }
 
 /// Computes an Einstein sum: sums over the labels that the output lacks.
-fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
+fn einsum(ctx: &Ctx, equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     let text: String = equation.chars().filter(|own| !own.is_whitespace()).collect();
     let (left, right) = match text.split_once("->") {
         Some((left, right)) => (left.to_owned(), Some(right.to_owned())),
@@ -162,13 +170,12 @@ fn einsum(equation: &str, inputs: Vec<Array>) -> Result<Array, String> {
     let rest = |from: usize| each[from..].concat();
     for (at, (array, labels)) in inputs.into_iter().zip(&each).enumerate() {
         let own = diagonal(array, labels)?;
-        let joined = match result {
-            None => own,
-            Some(before) => multiply(before, own)?,
-        };
-        // Sum over labels that no later term has.
         let later = rest(at + 1);
-        result = Some(summed(joined, &|label| out.contains(&label) || later.contains(&label)));
+        let keeps = |label| out.contains(&label) || later.contains(&label);
+        result = Some(match result {
+            None => summed(own, &keeps),
+            Some(before) => product(ctx, before, own, &keeps)?,
+        });
     }
     let (array, labels) = result.ok_or("expected at least one input, got none")?;
     let order = out.iter().map(|own| labels.iter().position(|have| have == own));
@@ -203,11 +210,48 @@ fn diagonal(mut array: Array, labels: &[char]) -> Result<(Array, Vec<char>), Str
     Ok((array, labels))
 }
 
-/// Multiplies elementwise; the result has the labels of both.
-fn multiply(
+/// Multiplies two terms and sums over the labels that are not kept: a matmul, where one sums over
+/// labels of both.
+fn product(
+    ctx: &Ctx,
     (a, of_a): (Array, Vec<char>),
     (b, of_b): (Array, Vec<char>),
+    keeps: &dyn Fn(char) -> bool,
 ) -> Result<(Array, Vec<char>), String> {
+    let (a, of_a) = summed((a, of_a), &|label| keeps(label) || of_b.contains(&label));
+    let (b, of_b) = summed((b, of_b), &|label| keeps(label) || of_a.contains(&label));
+    let shared: Vec<char> = of_a.iter().copied().filter(|own| of_b.contains(own)).collect();
+    let (batch, inner): (Vec<char>, Vec<char>) = shared.iter().copied().partition(|l| keeps(*l));
+    let size = |array: &Array, labels: &[char], label: char| {
+        labels.iter().position(|own| *own == label).map(|at| array.shape()[at])
+    };
+    if inner.is_empty() || shared.iter().any(|l| size(&a, &of_a, *l) != size(&b, &of_b, *l)) {
+        return Ok(summed(multiply((a, of_a), (b, of_b)), keeps));
+    }
+    let only = |labels: &[char]| -> Vec<char> {
+        labels.iter().copied().filter(|own| !shared.contains(own)).collect()
+    };
+    let (left, right) = (only(&of_a), only(&of_b));
+    // Reorders to three groups of labels, and makes each group one dimension.
+    let grouped = |array: &Array, labels: &[char], groups: [&[char]; 3]| {
+        let order: Vec<usize> = groups
+            .concat()
+            .iter()
+            .filter_map(|own| labels.iter().position(|have| have == own))
+            .collect();
+        let sizes = groups.map(|own| own.iter().filter_map(|l| size(array, labels, *l)).product());
+        array.clone().permute(&order).reshape(&sizes)
+    };
+    let lhs = grouped(&a, &of_a, [&batch, &left, &inner]);
+    let rhs = grouped(&b, &of_b, [&batch, &inner, &right]);
+    let labels = [batch, left, right].concat();
+    let sizes = labels.iter().filter_map(|l| size(&a, &of_a, *l).or_else(|| size(&b, &of_b, *l)));
+    let sizes: Vec<usize> = sizes.collect();
+    Ok((matmul(ctx, lhs, rhs)?.reshape(&sizes), labels))
+}
+
+/// Multiplies elementwise; the result has the labels of both.
+fn multiply((a, of_a): (Array, Vec<char>), (b, of_b): (Array, Vec<char>)) -> (Array, Vec<char>) {
     let mut labels = of_a.clone();
     labels.extend(of_b.iter().filter(|own| !of_a.contains(own)));
     let spread = |own: Array, have: &[char]| {
@@ -225,7 +269,7 @@ fn multiply(
         own.permute(&order).reshape(&to)
     };
     let (a, b) = (spread(a, &of_a), spread(b, &of_b));
-    Ok((a.times(b), labels))
+    (a.times(b), labels)
 }
 
 fn summed((array, labels): (Array, Vec<char>), keeps: &dyn Fn(char) -> bool) -> (Array, Vec<char>) {

@@ -109,7 +109,7 @@ fn lines(x: Array, rank: usize) -> Array {
     }
 }
 
-fn round(x: Array) -> Array {
+pub(super) fn round(x: Array) -> Array {
     x.float(Dispatch::float_round)
 }
 

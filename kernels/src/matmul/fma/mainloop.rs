@@ -9,10 +9,12 @@ use crate::matmul::epilogue::Finish;
 use crate::matmul::window::Gather;
 
 #[cube]
-pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
+#[expect(clippy::too_many_arguments, reason = "operands, results, what they are")]
+pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Size>(
     lhs: &[Vector<F, NL>],
     rhs: &[Vector<F, NR>],
     out: &mut [Vector<E, NO>],
+    partials: &mut [Vector<f32, NP>],
     finish: &Finish<F, E, NO>,
     window: &ComptimeOption<Gather<F, NL>>,
     dims: &Dims,
@@ -29,26 +31,37 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     let unit = UNIT_POS;
     let (group, lane) = (unit / 32, unit % 32);
     let (block_m, block_n) = own_block(dims, tile_m, tile_n);
-    let (row_start, row_end) = dims.rows(CUBE_POS_Y);
+    let parts = if comptime!(plan.partial) { dims.parts } else { 1u32.runtime() };
+    let (batch, part) = (CUBE_POS_Y / parts, CUBE_POS_Y % parts);
+    let (row_start, row_end) = dims.rows(batch);
     let (row0, col0) = (row_start + block_m * tile_m, block_n * tile_n);
     if comptime!(dims.grouped) && row0 >= row_end {
         // The grid has enough blocks for a group that spans all of lhs.
         terminate!();
     }
-    let (start_lhs, start_rhs, start_out) = dims.batch(CUBE_POS_Y as usize);
+    let (start_lhs, start_rhs, start_out) = dims.batch(batch as usize);
+    let mut k_start = 0u32.runtime();
+    let mut k_end = dims.k;
+    if comptime!(plan.partial) {
+        let depth = dims.part_tiles * comptime!(config.tile_k);
+        k_start = part * depth;
+        k_end = min(k_start + depth, dims.k);
+    }
     let from_lhs = Source {
         start: start_lhs,
         stride: dims.lhs_stride,
         outer: row0,
         outer_end: row_end,
-        k_end: dims.k,
+        k_start,
+        k_end,
     };
     let from_rhs = Source {
         start: start_rhs,
         stride: dims.rhs_stride,
         outer: col0,
         outer_end: dims.n,
-        k_end: dims.k,
+        k_start,
+        k_end,
     };
     // This unit's first row and column of the tile.
     let unit_m = group / config.groups_n * comptime!(GROUP.0 * config.own_m)
@@ -84,7 +97,11 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
     for i in 0..own_m {
         let row = row0 + unit_m + comptime!(plan.lhs.nth(i as u32, width_lhs));
         if comptime!(plan.exact) || row < row_end {
-            let columns = dims.columns(CUBE_POS_Y, row);
+            let columns = dims.columns(batch, row);
+            // [parts, batches, m, n]
+            let partial_row =
+                (part * dims.batches + batch) as usize * dims.m as usize + row as usize;
+            let own = partial_row * dims.n as usize + (col0 + unit_n) as usize;
             let (first, end) = (start_out + row as usize * dims.out_stride, out.len());
             let first = first + (col0 + unit_n) as usize;
             // Results of a row lie at constant distances, so one address suffices; registers have
@@ -97,15 +114,19 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size>(
                 if comptime!(plan.exact) || col < dims.n {
                     let far = comptime!(far as usize);
                     let sum = acc[comptime!(i * own_n + j)];
-                    let value = finish.one(sum, first + far, col, &columns);
-                    line[far] = Vector::new(E::cast_from(value));
+                    if comptime!(plan.partial) {
+                        partials[own + far] = Vector::new(sum);
+                    } else {
+                        let value = finish.one(sum, first + far, col, &columns);
+                        line[far] = Vector::new(E::cast_from(value));
+                    }
                 }
             }
         }
     }
 }
 
-/// Computes `acc += A · B` over all of k, one shared tile at a time, with the next prefetched into
+/// Computes `acc += A · B` over the range of k, one shared tile at a time, with the next prefetched into
 /// registers.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two operands, one place")]
@@ -131,16 +152,16 @@ fn accumulate<F: Float, NL: Size, NR: Size>(
         comptime!(plan.rhs.tile.len() / lanes_rhs),
         16usize,
     );
-    let tiles = from_lhs.k_end.div_ceil(config.tile_k);
-    let first = 0u32.runtime();
+    let first = from_lhs.k_start;
+    let tiles = (from_lhs.k_end - first).div_ceil(config.tile_k);
     let mut next_lhs = fetch_left::<F, NL>(lhs, window, from_lhs, first, unit, plan.lhs, config);
-    let mut next_rhs = fetch::<F, NR>(rhs, from_rhs, 0u32.runtime(), unit, plan.rhs, config);
+    let mut next_rhs = fetch::<F, NR>(rhs, from_rhs, first, unit, plan.rhs, config);
     for tile in 0..tiles {
         put::<F, NL>(&mut shared_lhs, &next_lhs, unit, plan.lhs, config);
         put::<F, NR>(&mut shared_rhs, &next_rhs, unit, plan.rhs, config);
         sync_cube();
         if tile + 1 < tiles {
-            let k0 = (tile + 1) * config.tile_k;
+            let k0 = first + (tile + 1) * config.tile_k;
             next_lhs = fetch_left::<F, NL>(lhs, window, from_lhs, k0, unit, plan.lhs, config);
             next_rhs = fetch::<F, NR>(rhs, from_rhs, k0, unit, plan.rhs, config);
         }

@@ -44,7 +44,7 @@ use arch::ArchProfile;
 use serde::{Deserialize, Serialize};
 use tune::Infeasible;
 
-use super::path::{Grid, Path};
+use super::path::{self, Grid, Path, check_splits};
 use super::problem::{Layout, MatmulProblem, Precision};
 use crate::fits::{lacks, limits, shape};
 use crate::tile::TileShape;
@@ -64,6 +64,13 @@ pub struct FmaConfig {
     pub tile_k: u32,
     /// Shared tiles in the ring; 1 without asynchronous copies.
     pub stages: u32,
+    /// Number of split-k splits; each is the work of another cube.
+    #[serde(default = "one")]
+    pub parts: u32,
+}
+
+const fn one() -> u32 {
+    1
 }
 
 impl FmaConfig {
@@ -79,18 +86,44 @@ impl FmaConfig {
         self.stages * (m + n) * self.tile_k * elem as u32
     }
 
+    /// k tiles per split, except the last.
+    const fn part_tiles(self, k: u32) -> u32 {
+        path::part_tiles(k, self.tile_k, self.parts)
+    }
+
+    /// Returns the config, and with the splits that give each processor one cube, and 8 and 16
+    /// warps.
+    fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
+        let (blocks, all) = (problem.blocks(self.tile()), problem.k.div_ceil(self.tile_k));
+        let processors = u64::from(arch.processors.unwrap_or(32));
+        let cubes = |warps: u32| u64::from((32 * warps).div_ceil(self.units())) * processors;
+        let wishes = [1, 8, 16].map(|warps| (cubes(warps) / blocks).min(u64::from(all / 4)) as u32);
+        let mut parts: Vec<_> = wishes
+            .into_iter()
+            .map(|wish| Self { parts: wish.max(1), ..self })
+            .map(|own| all.div_ceil(own.part_tiles(problem.k)))
+            .chain([1])
+            .collect();
+        parts.sort_unstable();
+        parts.dedup();
+        parts.into_iter().map(|parts| Self { parts, ..self }).collect()
+    }
+
     /// Returns the comptime parameters of the kernel instance.
     pub(super) fn plan(&self, problem: &MatmulProblem) -> FmaPlan {
         let exact = problem.divides(self.tile(), self.tile_k);
         let (lhs, rhs) = (problem.lhs.layout, problem.rhs.layout);
         let elem = problem.precision.storage().size();
-        FmaPlan::new(*self, lhs == Layout::Row, rhs == Layout::Col, elem, exact)
+        FmaPlan {
+            partial: self.parts > 1,
+            ..FmaPlan::new(*self, lhs == Layout::Row, rhs == Layout::Col, elem, exact)
+        }
     }
 }
 
 const fn fma(own: [u32; 2], groups: [u32; 2], tile_k: u32) -> FmaConfig {
     let ([own_m, own_n], [groups_m, groups_n]) = (own, groups);
-    FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 1 }
+    FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 1, parts: 1 }
 }
 
 /// Configs, most frequent winners first.
@@ -111,7 +144,8 @@ impl Path for FmaConfig {
         let dense = problem.window.is_none();
         let ring = arch.async_copy && problem.precision.storage().size() == 4 && dense;
         let stages = if ring { 3 } else { 1 };
-        CONFIGS.iter().map(|c| Self { stages, ..*c }).collect()
+        let all = CONFIGS.map(|c| Self { stages, ..c });
+        all.iter().flat_map(|c| c.with_splits(arch, problem)).collect()
     }
 
     fn sizes(&self) -> Vec<(&'static str, u32)> {
@@ -122,6 +156,7 @@ impl Path for FmaConfig {
             ("groups_n", self.groups_n),
             ("tile_k", self.tile_k),
             ("stages", self.stages),
+            ("parts", self.parts),
         ]
     }
 
@@ -164,6 +199,7 @@ impl Path for FmaConfig {
                 "the units cannot share the copies of a tile equally",
             ));
         }
+        check_splits(arch, problem, self)?;
         limits(arch, self.units(), self.shared_bytes(problem.precision.storage().size()))
     }
 
@@ -179,6 +215,15 @@ impl Path for FmaConfig {
         self.tile_k
     }
 
+    fn splits(&self) -> u32 {
+        self.parts
+    }
+
+    /// Eight warps hide the latency of a multiply-add and of shared memory.
+    fn concurrent(&self) -> f64 {
+        f64::from((256 / self.units()).max(1))
+    }
+
     fn grid(&self, _arch: &ArchProfile, problem: &MatmulProblem) -> Grid {
         let [lhs, rhs, _] = problem.widest().map(|width| width.min(4));
         Grid {
@@ -186,6 +231,7 @@ impl Path for FmaConfig {
             // The ring uses indices only for results, 128 per unit. 32-bit sums may wrap, so the
             // compiler cannot fold constant distances into the instructions; 64-bit sums allow it.
             wide_indices: self.stages > 1,
+            part_tiles: self.part_tiles(problem.k),
             ..Grid::new(self.tile(), (self.units(), 1))
         }
     }
@@ -199,6 +245,8 @@ pub(crate) struct FmaPlan {
     pub(crate) rhs: FmaOperand,
     /// True if every tile is full: no edge needs a check.
     pub(crate) exact: bool,
+    /// True if accumulators go to the workspace of split-k.
+    pub(crate) partial: bool,
 }
 
 impl FmaPlan {
@@ -215,10 +263,11 @@ impl FmaPlan {
             ..TileShape::new(outer, config.tile_k, !along_k, elem)
         };
         Self {
-            config,
+            config: FmaConfig { parts: 1, ..config },
             lhs: FmaOperand { tile: shape(tile_m, lhs_along_k), own: config.own_m, group: GROUP.0 },
             rhs: FmaOperand { tile: shape(tile_n, rhs_along_k), own: config.own_n, group: GROUP.1 },
             exact,
+            partial: false,
         }
     }
 }

@@ -101,7 +101,7 @@ impl Feed {
         let elem = comptime!(operand.tile.elem as u64);
         let line = u64::cast_from(source.stride) * elem;
         let lane = CopyLane::new(unit, copies);
-        let corner = u64::cast_from(source.element(0u32.runtime(), 0u32.runtime(), operand)) * elem;
+        let corner = u64::cast_from(source.element(0u32.runtime(), source.k_start, operand)) * elem;
         let from = global_address(matrix) + corner + lane.start(line, copies);
         Feed { lane, from: RuntimeCell::new(from), line, outer: source.outer_end - source.outer }
     }
@@ -159,7 +159,7 @@ impl Feeds {
     }
 }
 
-/// Computes `acc += A · B` over all of k.
+/// Computes `acc += A · B` over the range of k.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two operands, one place")]
 pub(super) fn accumulate<F: Float, NL: Size, NR: Size>(
@@ -191,7 +191,7 @@ pub(super) fn accumulate<F: Float, NL: Size, NR: Size>(
     let feeds = Feeds {
         lhs: Feed::new::<F, NL>(lhs, from_lhs, unit, plan.lhs, copies_lhs),
         rhs: Feed::new::<F, NR>(rhs, from_rhs, unit, plan.rhs, copies_rhs),
-        k: from_lhs.k_end,
+        k: from_lhs.k_end - from_lhs.k_start,
         to: RuntimeCell::new(shared),
         start: shared,
         end,
@@ -217,7 +217,7 @@ pub(super) fn accumulate<F: Float, NL: Size, NR: Size>(
         load(read + lane_streamed, &mut stream, i, 0u32, i, streamed);
     }
 
-    for tile in 0..from_lhs.k_end.div_ceil(plan.config.tile_k) {
+    for tile in 0..feeds.k.div_ceil(plan.config.tile_k) {
         feeds.tile(tile + comptime!(stages - 2), plan, copies_lhs, copies_rhs);
         #[unroll]
         for pass in 0..passes {
@@ -310,7 +310,8 @@ mod tests {
     fn steps_lead_to_where_chunks_lie() {
         let configs = [([16, 8], [2, 4], 16), ([8, 16], [4, 2], 8), ([4, 4], [1, 2], 32)];
         for ([own_m, own_n], [groups_m, groups_n], tile_k) in configs {
-            let config = FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 3 };
+            let config =
+                FmaConfig { own_m, own_n, groups_m, groups_n, tile_k, stages: 3, parts: 1 };
             for along_k in [true, false] {
                 let plan = FmaPlan::new(config, along_k, along_k, 4, true);
                 let (held, streamed) = plan.roles();

@@ -68,13 +68,14 @@ impl FmaOperand {
 }
 
 /// Location of a cube's tiles in one operand: start, stride, first row (or column) of C, and the
-/// ends of the matrix.
+/// ends of its rows and of the range of k.
 #[derive(CubeType)]
 pub(super) struct Source {
     pub(super) start: usize,
     pub(super) stride: usize,
     pub(super) outer: u32,
     pub(super) outer_end: u32,
+    pub(super) k_start: u32,
     pub(super) k_end: u32,
 }
 
