@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn::backend::flex::FlexTensor;
 use burn::backend::ops::{BoolTensorOps, FloatTensorOps, IntTensorOps};
 use burn::backend::{
     BackendTensor, Dispatch, DispatchDevice, DispatchTensor, DispatchTensorKind, TensorMetadata,
@@ -14,6 +15,7 @@ use ops::{Ctx, Program};
 
 use crate::limits::must_fit;
 use crate::memo::{MOST_KEPT, Memo, count_copy};
+use crate::ops::chain::packed;
 use crate::tensor;
 
 /// A tensor of any dtype and rank.
@@ -258,6 +260,16 @@ impl Array {
         self.tensor.shape().num_elements()
     }
 
+    /// Returns an f32 tensor of the host.
+    pub(crate) fn host_floats(&self) -> Option<&FlexTensor> {
+        match &self.tensor.kind {
+            DispatchTensorKind::Flex(BackendTensor::Float(own)) if own.dtype() == DType::F32 => {
+                Some(own)
+            }
+            _ => None,
+        }
+    }
+
     /// Returns Burn's tensor.
     pub(crate) fn into_inner(self) -> DispatchTensor {
         self.tensor
@@ -273,7 +285,8 @@ impl Array {
             return Self::new(tensor, shape.is_empty());
         }
         let lies = Shape::from(lies);
-        let own = same!(self, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
+        let own = packed(self);
+        let own = same!(own, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
         Self::new(own.tensor, shape.is_empty())
     }
 

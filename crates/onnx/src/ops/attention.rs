@@ -138,9 +138,8 @@ pub(crate) fn attend(
     let (k, v) = if kv_heads == count { (k, v) } else { (shared(k), shared(v)) };
     let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
     let scale = scoring.scale.unwrap_or(1.0 / (size as f64).sqrt());
-    // The square root of the scale goes to each side, as in ONNX. The sign goes to q.
-    let scaled = |own: Array, by: f64| own.cast(wide).times_number(by);
-    let (q, k) = (scaled(q, scale.abs().sqrt() * scale.signum()), scaled(k, scale.abs().sqrt()));
+    let (q, k) = (q.cast(wide).times_number(scale), k.cast(wide));
+    let hides = scoring.causal.is_some() || !scoring.masks.is_empty();
     let mut scores = matmul(ctx, q, k.permute(&[0, 1, 3, 2]))?;
     let mut shown = (scoring.shown == Some(Scores::Plain)).then(|| scores.clone());
     if scoring.softcap > 0.0 {
@@ -171,11 +170,16 @@ pub(crate) fn attend(
     }
     let narrow = scoring.precision.filter(|own| own.is_float()).unwrap_or(wide);
     let scores = scores.cast(narrow).cast(wide);
-    let most = Array::from_dispatch(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
-    let number = |value: f64| Array::full(&[], scalar_of(value, wide), wide, &device);
-    let hidden = most.compared(number(f64::NEG_INFINITY), Order::Equal);
-    let shares = super::reduce::shares(scores, 3).narrow(3, 0, columns);
-    let shares = hidden.choose(number(0.0), shares)?;
+    let rows_hidden = hides.then(|| {
+        let most = Array::from_dispatch(Dispatch::float_max_dim(scores.clone().into_inner(), 3));
+        let lowest = Array::full(&[], scalar_of(f64::NEG_INFINITY, wide), wide, &device);
+        most.compared(lowest, Order::Equal)
+    });
+    let mut shares = super::reduce::shares(scores, 3).narrow(3, 0, columns);
+    if let Some(hidden) = rows_hidden {
+        let none = Array::full(&[], scalar_of(0.0, wide), wide, &device);
+        shares = hidden.choose(none, shares)?;
+    }
     if scoring.shown == Some(Scores::Shares) {
         shown = Some(shares.clone());
     }

@@ -5,15 +5,15 @@
 
 use burn::tensor::{DType, FloatDType, Slice, TensorData};
 use ops::{
-    Activation, ConvOptions, Ctx, Epilogue, GroupNormOptions, NormKind, NormWeights, OpError,
-    Program,
+    Activation, ConvOptions, Ctx, Epilogue, Function, GroupNormOptions, NormKind, NormWeights,
+    OpError, Operation, Program, Step,
 };
 
 use super::attention::{Heads, Scoring, attend};
 use super::linear::matmul;
 use super::norm::{grouped, normed, scaled};
 use super::windows::{Padding, Windows, convolved};
-use super::{Call, Inputs, Read, axis};
+use super::{Call, Inputs, Read, axis, chain};
 use crate::array::{Array, scalar_of};
 use crate::passes::operand;
 
@@ -112,11 +112,8 @@ impl Convolution {
                 None => x,
             };
             let x = if *doubled { upsample(x) } else { x };
-            let mut out = convolved(x, weight, bias, windows)?;
-            if let Some(each) = each {
-                out = out.plus(each);
-            }
-            return apply_epilogue(out, activation, last, None, residual);
+            let out = convolved(x, weight, bias, windows)?;
+            return apply_epilogue(out, each, activation, last, None, residual);
         }
         let factor = if *doubled { 2 } else { 1 };
         let image: Vec<usize> = x.shape()[2..].iter().map(|own| own * factor).collect();
@@ -355,23 +352,56 @@ fn upsample(x: Array) -> Array {
 /// Applies an epilogue with Burn's operations.
 fn apply_epilogue(
     sum: Array,
+    bias: Option<Array>,
     activation: Option<Activation>,
     last: bool,
     gate: Option<Array>,
     residual: Option<Array>,
 ) -> Result<Array, String> {
-    let mut out = activated(sum, activation.filter(|_| !last))?;
-    if let Some(gate) = gate {
-        out = out.times(gate);
+    let operands = [bias, gate, residual];
+    let program = epilogue_program(activation, last, operands.each_ref().map(Option::is_some));
+    if program.steps.is_empty() {
+        return Ok(sum);
     }
-    if let Some(residual) = residual {
-        out = out.plus(residual);
+    let own: Vec<_> = [Some(sum)].into_iter().chain(operands).flatten().collect();
+    super::pointwise::on_host(&program, own)
+}
+
+/// Returns the program of an epilogue: its inputs are the sum, and those of bias, gate and residual
+/// that are given.
+fn epilogue_program(
+    activation: Option<Activation>,
+    last: bool,
+    [bias, gate, residual]: [bool; 3],
+) -> Program {
+    let inputs = 1 + [bias, gate, residual].map(u8::from).iter().sum::<u8>();
+    // The activation has no operation.
+    let stages = [
+        (bias, Some(Operation::Add)),
+        (!last, None),
+        (gate, Some(Operation::Multiply)),
+        (residual, Some(Operation::Add)),
+        (last, None),
+    ];
+    let (mut steps, mut value, mut operands) = (Vec::new(), 0, 1..);
+    for (_, operation) in stages.into_iter().filter(|(given, _)| *given) {
+        let step = match operation {
+            Some(operation) => operands.next().map(|own| Step::Binary(operation, value, own)),
+            None => activation.map(|own| Step::Unary(Function::Activation(own), value)),
+        };
+        if let Some(step) = step {
+            steps.push(step);
+            value = inputs + steps.len() as u8 - 1;
+        }
     }
-    activated(out, activation.filter(|_| last))
+    Program { inputs, steps }
 }
 
 pub(super) fn activated(x: Array, activation: Option<Activation>) -> Result<Array, String> {
     let Some(activation) = activation else { return Ok(x) };
+    if chain::supports(std::slice::from_ref(&x)) {
+        return chain::run(&epilogue_program(Some(activation), false, [false; 3]), vec![x]);
+    }
     let shape = x.shape();
     let out = ops::activate(vector(x), activation, None).map_err(text)?;
     Ok(Array::from_tensor(out).reshape(&shape))
@@ -416,11 +446,9 @@ pub(crate) fn project(
     let rows: usize = shape.iter().product();
     shape.push(width);
     if !ours || !is_ours(x.dtype()) {
-        let mut out = matmul(ctx, x, weight)?;
-        if let Some(bias) = bias {
-            out = out.plus(bias.reshape(&[width]));
-        }
-        return apply_epilogue(out, activation, false, gate, residual);
+        let out = matmul(ctx, x, weight)?;
+        let bias = bias.map(|own| own.reshape(&[width]));
+        return apply_epilogue(out, bias, activation, false, gate, residual);
     }
     // Rows in memory order: a transposed x is not copied, and the output has the same layout.
     let order = x.order();

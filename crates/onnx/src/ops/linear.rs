@@ -112,20 +112,29 @@ pub(crate) fn matmul(ctx: &Ctx, a: Array, b: Array) -> Result<Array, String> {
     let batch =
         batch.ok_or_else(|| format!("batches of {of_a:?} and {of_b:?} do not broadcast"))?;
     let shape = [&batch, &[matrix_a[0], matrix_b[1]][..]].concat();
-    // One dimension holds all batches.
-    let flat = |own: Array, matrix: &[usize]| {
-        let whole = [&batch, matrix].concat();
-        own.expand(&whole).reshape(&[batch.iter().product(), matrix[0], matrix[1]])
+    if !a.is_on_host() {
+        // Our kernels take one dimension of batches.
+        let flat = |own: &Array, matrix: &[usize]| {
+            let whole = own.clone().expand(&[&batch, matrix].concat());
+            whole.reshape(&[batch.iter().product(), matrix[0], matrix[1]])
+        };
+        if let Some(out) = by_kernel(ctx, &flat(&a, matrix_a), &flat(&b, matrix_b))? {
+            return Ok(out.reshape(&shape));
+        }
+    }
+    let padded = |own: Array, matrix: &[usize]| {
+        let ones = vec![1; shape.len() - own.rank()];
+        let own_batch = &own.shape()[..own.rank() - 2];
+        own.reshape(&[&ones, own_batch, matrix].concat())
     };
-    let (a, b) = (flat(a, matrix_a), flat(b, matrix_b));
-    let out = match by_kernel(ctx, &a, &b)? {
-        Some(out) => out,
-        None => Array::from_dispatch(match a.kind() == Kind::Float {
-            true => Dispatch::float_matmul(a.into_inner(), b.into_inner()),
-            false => Dispatch::int_matmul(a.into_inner(), b.into_inner()),
-        }),
-    };
-    Ok(out.reshape(&shape))
+    let (a, b) = (padded(a, matrix_a), padded(b, matrix_b));
+    let is_float = a.kind() == Kind::Float;
+    let (a, b) = (a.into_inner(), b.into_inner());
+    Ok(Array::from_dispatch(match is_float {
+        true => Dispatch::float_matmul(a, b),
+        false => Dispatch::int_matmul(a, b),
+    })
+    .reshape(&shape))
 }
 
 /// Computes an Einstein sum: sums over the labels that the output lacks.

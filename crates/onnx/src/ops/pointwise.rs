@@ -6,7 +6,7 @@ use burn::tensor::{BoolStore, DType};
 use ops::{Function, Operation, Program, Step};
 
 use super::fused::activated;
-use super::{Call, Read};
+use super::{Call, Read, chain};
 use crate::array::{Array, Kind, Order, bool_dtype, scalar_of};
 
 pub(super) fn read(call: &Call<'_>) -> Read {
@@ -14,12 +14,12 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         return None;
     }
     let program = call.program()?;
-    let (logic, ours) = (is_logic(&program), call.has_kernels());
+    let ours = call.has_kernels();
     Some(Ok(Box::new(move |inputs| {
         let mut all = Array::together(inputs.each()?);
         // Shapes stay on the host.
         if !ours || all.iter().all(Array::is_on_host) {
-            return Ok(vec![by_steps(&program, all)?]);
+            return Ok(vec![on_host(&program, all)?]);
         }
         let float = all.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
         // The kernel reads at most two dtypes.
@@ -29,7 +29,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
             }
         }
         let device = all[0].device();
-        let out = if logic { stored(bool_dtype(&device)) } else { float };
+        let out = if is_logic(&program) { stored(bool_dtype(&device)) } else { float };
         let rank = all.iter().map(Array::rank).max().unwrap_or(0);
         let all: Vec<_> = all.into_iter().map(Array::into_inner).collect();
         let made =
@@ -60,6 +60,17 @@ fn is_logic(program: &Program) -> bool {
                 | Operation::Or
         ),
         _ => false,
+    }
+}
+
+/// Runs a program without our kernels.
+///
+/// # Errors
+/// The shapes do not broadcast.
+pub(super) fn on_host(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
+    match !is_logic(program) && chain::supports(&inputs) {
+        true => chain::run(program, inputs),
+        false => by_steps(program, inputs),
     }
 }
 
