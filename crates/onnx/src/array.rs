@@ -15,7 +15,6 @@ use ops::{Ctx, Program};
 
 use crate::limits::must_fit;
 use crate::memo::{MOST_KEPT, Memo, count_copy};
-use crate::ops::chain::packed;
 use crate::tensor;
 
 /// A tensor of any dtype and rank.
@@ -285,8 +284,7 @@ impl Array {
             return Self::new(tensor, shape.is_empty());
         }
         let lies = Shape::from(lies);
-        let own = packed(self);
-        let own = same!(own, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
+        let own = same!(self, float_reshape, int_reshape, bool_reshape, |tensor| (tensor, lies));
         Self::new(own.tensor, shape.is_empty())
     }
 

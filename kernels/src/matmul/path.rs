@@ -87,6 +87,26 @@ pub(super) const fn part_tiles(k: u32, tile_k: u32, parts: u32) -> u32 {
     k.div_ceil(tile_k).div_ceil(parts)
 }
 
+/// Returns 1, and the numbers of splits next to `wishes` that leave no split empty, in order. A split
+/// has at least four k tiles, which fill a ring of stages.
+pub(super) fn split_counts(k: u32, tile_k: u32, wishes: impl IntoIterator<Item = u64>) -> Vec<u32> {
+    let tiles = k.div_ceil(tile_k);
+    let mut parts: Vec<u32> = wishes
+        .into_iter()
+        .map(|wish| wish.min(u64::from(tiles / 4)).max(1) as u32)
+        .map(|wish| tiles.div_ceil(part_tiles(k, tile_k, wish)))
+        .chain([1])
+        .collect();
+    parts.sort_unstable();
+    parts.dedup();
+    parts
+}
+
+/// Number of splits in a tune cache that names none.
+pub(super) const fn one_part() -> u32 {
+    1
+}
+
 /// Checks that no split of k is empty, and that one launch covers all of them.
 pub(super) fn check_splits(
     arch: &ArchProfile,

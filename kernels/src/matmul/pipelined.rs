@@ -17,7 +17,9 @@ use tune::Infeasible;
 
 use super::dims::{Dims, own_block};
 use super::epilogue::Finish;
-use super::path::{Grid, IN_FLIGHT, Path, check_splits, part_tiles, plane_inst};
+use super::path::{
+    Grid, IN_FLIGHT, Path, check_splits, one_part, part_tiles, plane_inst, split_counts,
+};
 use super::problem::{Layout, MatmulProblem};
 use super::subgroup::{SubgroupConfig, layout_of};
 use super::window::{Corner as WindowCorner, Gather};
@@ -30,12 +32,8 @@ pub struct PipelinedConfig {
     #[serde(flatten)]
     pub tiles: SubgroupConfig,
     /// Number of split-k splits; each is the work of another cube.
-    #[serde(default = "one")]
+    #[serde(default = "one_part")]
     pub parts: u32,
-}
-
-const fn one() -> u32 {
-    1
 }
 
 /// Configs, most frequent winners first.
@@ -58,21 +56,14 @@ impl PipelinedConfig {
     /// Returns the config, and with the splits that fill a card once and twice. Small images have few blocks and a deep k.
     /// The [`workgroup`](super::workgroup) path splits the other matmuls where a device has it.
     fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
-        let mut parts = vec![1];
         let splits = problem.window.is_some() || arch.cube_mma.is_empty();
-        if splits && !problem.grouped && !problem.interleaved {
-            let blocks = problem.blocks(self.tile());
-            let tiles = problem.k.div_ceil(self.tiles.tile_k);
-            for wish in [IN_FLIGHT / blocks, 2 * IN_FLIGHT / blocks] {
-                let wish = wish.min(u64::from(tiles / 4)) as u32;
-                if wish > 1 {
-                    // Reduce the count so that no split is empty.
-                    parts.push(tiles.div_ceil(Self { parts: wish, ..self }.part_tiles(problem.k)));
-                }
-            }
+        if !splits || problem.grouped || problem.interleaved {
+            return vec![self];
         }
-        parts.dedup();
-        parts.into_iter().map(|parts| Self { parts, ..self }).collect()
+        let blocks = problem.blocks(self.tile());
+        let wishes = [1, 2].map(|times| times * IN_FLIGHT / blocks);
+        let parts = split_counts(problem.k, self.tiles.tile_k, wishes).into_iter();
+        parts.map(|parts| Self { parts, ..self }).collect()
     }
 
     /// Estimated registers per unit: accumulators, fragments of a step, prefetched tiles,

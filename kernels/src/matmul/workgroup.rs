@@ -35,12 +35,8 @@ pub struct WorkgroupConfig {
     /// Tiles of k per round of the loop; the driver may reorder within a round.
     pub unroll: u32,
     /// Number of split-k splits; each is the work of another cube.
-    #[serde(default = "one")]
+    #[serde(default = "path::one_part")]
     pub parts: u32,
-}
-
-const fn one() -> u32 {
-    1
 }
 
 const fn workgroup(tiles: [u32; 3], units: u32, unroll: u32) -> WorkgroupConfig {

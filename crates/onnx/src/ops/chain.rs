@@ -8,8 +8,10 @@
 //! computes one operation over all elements after the other, on one core and with one exponential at
 //! a time.
 //!
-//! exp: the reduction and the polynomial of Cephes (Moshier), to 2 ulps. erf: Abramowitz and Stegun
-//! 7.1.26, to 2e-7, and its Taylor series near 0.
+//! exp: the reduction and the polynomial of Cephes (Moshier), to 4e-7 of the value. erf: Abramowitz
+//! and Stegun 7.1.26, to 3e-7, and its Taylor series near 0.
+//!
+//! Times: `benches/baselines/onnx/cpu.md`.
 
 use burn::backend::flex::FlexTensor;
 use burn::backend::{BackendTensor, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind};
@@ -48,19 +50,17 @@ pub(super) fn run(program: &Program, inputs: Vec<Array>) -> Result<Array, String
     let count = shape.iter().product();
     let mut tensors = inputs.into_iter().map(host).collect::<Result<Vec<_>, _>>()?;
     let lines = Lines::new(&shape, &tensors);
-    for at in 0..tensors.len() {
-        let own = &tensors[at];
-        if own.is_contiguous() && own.storage::<f32>().len() == count && own.is_unique() {
-            let mut own = tensors.remove(at);
-            if let Some(all) = own.try_storage_mut::<f32>() {
-                let mut sources: Vec<_> = tensors.iter().map(|own| Some(own.storage())).collect();
-                sources.insert(at, None);
-                compute(program, &lines, &sources, all);
-            }
-            let kind = DispatchTensorKind::Flex(BackendTensor::Float(own));
-            let autodiff = DispatchAutodiffContext::Disabled;
-            return Ok(Array::from_dispatch(DispatchTensor { kind, autodiff }).reshape(&shape));
-        }
+    let reused = tensors.iter().position(|own| {
+        own.is_contiguous() && own.storage::<f32>().len() == count && own.is_unique()
+    });
+    if let Some(at) = reused {
+        let mut own = tensors.remove(at);
+        let mut sources: Vec<_> = tensors.iter().map(|own| Some(own.storage())).collect();
+        sources.insert(at, None);
+        compute(program, &lines, &sources, own.storage_mut());
+        let kind = DispatchTensorKind::Flex(BackendTensor::Float(own));
+        let autodiff = DispatchAutodiffContext::Disabled;
+        return Ok(Array::from_dispatch(DispatchTensor { kind, autodiff }).reshape(&shape));
     }
     let mut all = vec![0.0; count];
     let sources: Vec<_> = tensors.iter().map(|own| Some(own.storage())).collect();
@@ -68,10 +68,10 @@ pub(super) fn run(program: &Program, inputs: Vec<Array>) -> Result<Array, String
     Ok(Array::from_data(TensorData::new(all, shape), &devices::host()))
 }
 
-/// Copies a tensor to memory order, if its rows are not scattered; returns it otherwise.
-pub(crate) fn packed(own: Array) -> Array {
-    let (shape, copy) = (own.shape(), Program { inputs: 1, steps: Vec::new() });
+/// Copies a tensor of rows to memory order, on all cores. Returns any other tensor as it is.
+pub(super) fn packed(own: Array) -> Array {
     let Some(tensor) = own.host_floats().filter(|own| !own.is_contiguous()) else { return own };
+    let (shape, copy) = (own.shape(), Program { inputs: 1, steps: Vec::new() });
     let lines = Lines::new(&shape, std::slice::from_ref(tensor));
     let rows = lines.inputs[0].1.last() == Some(&1) && lines.lengths.last() >= Some(&LEAST_ROW);
     if !rows {
@@ -89,9 +89,9 @@ fn host(own: Array) -> Result<FlexTensor, String> {
     }
 }
 
-/// Dimensions of the result, and where the inputs have its elements.
+/// Dimensions of the result, and the strides of the inputs along them.
 struct Lines {
-    /// Lengths, outermost first. Dimensions that all inputs traverse evenly are one.
+    /// Lengths, outermost first. Neighbours that all inputs store evenly are merged.
     lengths: Vec<usize>,
     /// First element and strides of each input; stride 0 broadcasts.
     inputs: Vec<(isize, Vec<isize>)>,
@@ -158,7 +158,7 @@ impl Lines {
     }
 }
 
-/// Computes all elements. The source None is `all` itself, before.
+/// Computes all elements. A source of None is the elements of `all` before the program.
 fn compute(program: &Program, lines: &Lines, sources: &[Option<&[f32]>], all: &mut [f32]) {
     let task = |(task, own): (usize, &mut [f32])| {
         let mut registers = vec![[0.0; BLOCK]; sources.len() + program.steps.len()];

@@ -364,7 +364,7 @@ fn apply_epilogue(
         return Ok(sum);
     }
     let own: Vec<_> = [Some(sum)].into_iter().chain(operands).flatten().collect();
-    super::pointwise::on_host(&program, own)
+    super::pointwise::without_kernels(&program, own)
 }
 
 /// Returns the program of an epilogue: its inputs are the sum, and those of bias, gate and residual

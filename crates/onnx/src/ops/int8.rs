@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Integer matmuls run in f32 on `a - zero`, split along k so that partial sums stay below 2^24 and
-//! are exact; on a GPU, dequantised codes are rounded, so that a sum near 2^24 may be off by one.
+//! are exact. A GPU rounds dequantised codes, so there a partial sum near 2^24 may be off by one.
 
 use std::borrow::Cow;
 use std::ops::Range;

@@ -2,7 +2,7 @@
 //! inputs when it runs.
 
 pub(crate) mod attention;
-pub(crate) mod chain;
+mod chain;
 mod control;
 mod elementwise;
 pub(crate) mod fused;

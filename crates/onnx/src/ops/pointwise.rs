@@ -19,7 +19,7 @@ pub(super) fn read(call: &Call<'_>) -> Read {
         let mut all = Array::together(inputs.each()?);
         // Shapes stay on the host.
         if !ours || all.iter().all(Array::is_on_host) {
-            return Ok(vec![on_host(&program, all)?]);
+            return Ok(vec![without_kernels(&program, all)?]);
         }
         let float = all.iter().map(Array::dtype).find(DType::is_float).unwrap_or(DType::F32);
         // The kernel reads at most two dtypes.
@@ -67,7 +67,7 @@ fn is_logic(program: &Program) -> bool {
 ///
 /// # Errors
 /// The shapes do not broadcast.
-pub(super) fn on_host(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
+pub(super) fn without_kernels(program: &Program, inputs: Vec<Array>) -> Result<Array, String> {
     match !is_logic(program) && chain::supports(&inputs) {
         true => chain::run(program, inputs),
         false => by_steps(program, inputs),

@@ -3,6 +3,7 @@
 
 use burn::tensor::{Slice, TensorData};
 
+use super::chain::packed;
 use super::{Call, Inputs, Read, Run, axis};
 use crate::array::{Array, Kind, broadcast, scalar_of};
 use crate::limits::must_fit;
@@ -250,7 +251,8 @@ fn reshape(inputs: &Inputs<'_>, fixed: Option<&[i64]>, zeros: bool) -> Result<Ve
         *len = x.count().checked_div(known).unwrap_or(0);
     }
     match shape.iter().product::<usize>() == x.count() {
-        true => Ok(vec![x.reshape(&shape)]),
+        true if shape == own => Ok(vec![x]),
+        true => Ok(vec![packed(x).reshape(&shape)]),
         false => Err(format!("cannot reshape {own:?} to {want:?}: the numbers of elements differ")),
     }
 }

@@ -99,9 +99,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Siz
         if comptime!(plan.exact) || row < row_end {
             let columns = dims.columns(batch, row);
             // [parts, batches, m, n]
-            let partial_row =
-                (part * dims.batches + batch) as usize * dims.m as usize + row as usize;
-            let own = partial_row * dims.n as usize + (col0 + unit_n) as usize;
+            let line_of = (part * dims.batches + batch) as usize * dims.m as usize + row as usize;
+            let partial = line_of * dims.n as usize + (col0 + unit_n) as usize;
             let (first, end) = (start_out + row as usize * dims.out_stride, out.len());
             let first = first + (col0 + unit_n) as usize;
             // Results of a row lie at constant distances, so one address suffices; registers have
@@ -115,7 +114,7 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Siz
                     let far = comptime!(far as usize);
                     let sum = acc[comptime!(i * own_n + j)];
                     if comptime!(plan.partial) {
-                        partials[own + far] = Vector::new(sum);
+                        partials[partial + far] = Vector::new(sum);
                     } else {
                         let value = finish.one(sum, first + far, col, &columns);
                         line[far] = Vector::new(E::cast_from(value));
@@ -126,8 +125,8 @@ pub(crate) fn multiply<F: Float, E: Float, NL: Size, NR: Size, NO: Size, NP: Siz
     }
 }
 
-/// Computes `acc += A · B` over the range of k, one shared tile at a time, with the next prefetched into
-/// registers.
+/// Computes `acc += A · B` over the range of k, one shared tile at a time, with the next prefetched
+/// into registers.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "two operands, one place")]
 fn accumulate<F: Float, NL: Size, NR: Size>(

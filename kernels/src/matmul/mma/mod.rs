@@ -150,23 +150,14 @@ impl MmaConfig {
 
     /// Returns the config, and with the splits that fill idle processors once and twice.
     pub(super) fn with_splits(self, arch: &ArchProfile, problem: &MatmulProblem) -> Vec<Self> {
-        let mut parts = vec![1];
-        if !problem.grouped && !problem.interleaved {
-            let blocks = problem.blocks((self.tile_m, self.tile_n));
-            let room = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
-            let tiles = problem.k.div_ceil(self.tile_k);
-            for wish in [u64::from(room) / blocks, 2 * u64::from(room) / blocks] {
-                // Fewer than four tiles per split would not fill the ring of stages.
-                let wish = wish.min(u64::from(tiles / 4)) as u32;
-                if wish > 1 {
-                    // Reduce the count so that no split is empty.
-                    parts.push(tiles.div_ceil(Self { parts: wish, ..self }.part_tiles(problem.k)));
-                }
-            }
+        if problem.grouped || problem.interleaved {
+            return vec![self];
         }
-        parts.sort_unstable();
-        parts.dedup();
-        parts.into_iter().map(|parts| Self { parts, ..self }).collect()
+        let blocks = problem.blocks((self.tile_m, self.tile_n));
+        let room = arch.processors.unwrap_or(1) * self.resident(arch, problem.precision);
+        let wishes = [1, 2].map(|times| times * u64::from(room) / blocks);
+        let parts = path::split_counts(problem.k, self.tile_k, wishes).into_iter();
+        parts.map(|parts| Self { parts, ..self }).collect()
     }
 
     /// Checks everything except the layout of the operands, whose shared tiles are `tiles`.
